@@ -1,0 +1,94 @@
+"""The one attention seam: a flat batch of new tokens attends over paged KV blocks.
+
+Letters: ``T`` new tokens of the step, ``B`` rows (requests), ``H`` query heads, ``KV`` key/value heads, ``D`` head dim,
+``N`` blocks, ``S`` block size. Prefill, chunked prefill and decode are one case: row b has ``query_lens[b]`` new tokens at
+the end of its ``seq_lens[b]`` tokens, and each attends causally to all before it and itself.
+
+Order in a layer: :meth:`AttentionBackend.write_kv` puts the new keys and values into their slots, then
+:meth:`AttentionBackend.forward` reads everything back through the block table. Block 0 is the null block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["AttentionBackend", "AttentionSpec", "FlatBatch", "KVCache"]
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+KVCache = Any
+"""One layer's blocks, in whatever layout the backend wants; only the backend looks inside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """The attention of a model, equal for all its layers."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(kw_only=True)
+class FlatBatch:
+    """Lengths and places of one step, known on the host: the backend plans from these alone, never from device data.
+
+    Arrays are views of the runner's persistent buffers and are overwritten by the next step.
+    """
+
+    query_lens: Int32  # [B] new tokens per row, >= 1
+    seq_lens: Int32  # [B] tokens per row including the new ones
+    query_start: Int32  # [B + 1] first new token of each row in the flat batch
+    block_table: Int32  # [B, max_blocks] block ids; unused entries are 0
+    slot_mapping: Int64  # [T] block id * block size + offset of each new token
+    positions: Int64  # [T] position of each new token in its request
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention over paged KV. Stateless between steps but for its caches of scratch memory."""
+
+    name: ClassVar[str]
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        """Return why this backend cannot serve ``spec`` (head dim, dtype, block size …), ``None`` if it can."""
+        return None
+
+    @abstractmethod
+    def bytes_per_block(self) -> int:
+        """Return the memory of one block over all layers."""
+
+    @abstractmethod
+    def allocate(self, num_blocks: int) -> list[KVCache]:
+        """Return one cache per layer of ``num_blocks`` blocks each, the null block 0 included."""
+
+    @abstractmethod
+    def plan(self, batch: FlatBatch) -> Any:
+        """Return what :meth:`write_kv` and :meth:`forward` of every layer need for this step; computed once per step."""
+
+    @abstractmethod
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
+        """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
+
+    @abstractmethod
+    def forward(
+        self, query: torch.Tensor, cache: KVCache, plan: Any, *, scale: float, window: int | None = None
+    ) -> torch.Tensor:
+        """Return attention of ``query`` [T, H, D] over the rows' blocks, as [T, H * D].
+
+        ``window``: a token sees itself and ``window - 1`` tokens before it; ``None`` for all.
+        """

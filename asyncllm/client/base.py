@@ -1,0 +1,77 @@
+"""The border between front end and engine, as the front end sees it.
+
+Sending is the same for every client and never blocks and never awaits: add, abort, finish, park. How outputs arrive
+differs: :class:`InprocClient` steps the engine itself, :class:`SyncMPClient` blocks, :class:`AsyncMPClient` awaits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from asyncllm.wire.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
+
+__all__ = ["EngineCoreClient", "SyncEngineCoreClient"]
+
+
+class EngineCoreClient(ABC):
+    """The sending half: every method returns at once."""
+
+    info: EngineInfo
+    """What the engine found out while starting; set once it is ready."""
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send ``request``; if this raises, the engine does not have it.
+
+        :raises EngineDeadError: the engine is gone.
+        :raises OverflowError: a number in it does not fit 64 bits.
+        """
+
+    @abstractmethod
+    def abort_requests(self, request_ids: Sequence[int]) -> None:
+        """Drop requests; their blocks are free after the step that is running. Never raises, never awaits.
+
+        Ids the engine does not know (finished ones) are ignored. What cannot be sent now waits in a deque.
+        """
+
+    @abstractmethod
+    def finish_requests(self, request_ids: Sequence[int]) -> None:
+        """End requests softly: the engine answers each with a finished row. Never raises, never awaits."""
+
+    @abstractmethod
+    def park_requests(self, request_ids: Sequence[int], parked: bool) -> None:
+        """Leave requests out of steps until called again with ``parked=False``. Never raises, never awaits."""
+
+
+class SyncEngineCoreClient(EngineCoreClient):
+    """A client for callers without an event loop. Not thread-safe: one thread at a time."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the engine and block until it is ready.
+
+        :raises EngineStartError: it did not become ready; typed errors of the engine (``ModelError`` …) come as themselves.
+        """
+
+    @abstractmethod
+    def get_output(self) -> EngineCoreOutputs:
+        """Return the next step's outputs; blocks while requests are in flight and none is ready.
+
+        :raises EngineDeadError: the engine is gone.
+        """
+
+    @abstractmethod
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Call ``EngineCore.<method>(*args)`` in the engine between two steps and return its value.
+
+        Outputs that arrive meanwhile are kept for :meth:`get_output`.
+
+        :raises UtilityError: it failed there (typed errors of this package come as themselves).
+        :raises EngineDeadError: the engine is gone.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine and leave nothing behind. Idempotent; never raises."""

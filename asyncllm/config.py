@@ -1,0 +1,203 @@
+"""Engine options: frozen dataclasses, one per concern, composed in :class:`EngineConfig`.
+
+The caller's process builds it (:meth:`EngineConfig.from_options`), it crosses to the engine process as plain data, and
+nobody changes it there: what the engine finds out (blocks, true context length) travels in
+:class:`asyncllm.wire.messages.EngineInfo`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncllm.errors import ConfigError
+
+__all__ = [
+    "CacheConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "FrontendConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and in which numbers."""
+
+    model: str
+    """A Hugging Face folder, a ``.gguf`` file, or an id that is in the local Hugging Face cache."""
+    tokenizer: str | None = None
+    """Folder or ``.gguf`` file to take the tokenizer from; ``None``: the model's own."""
+    chat_template: str | None = None
+    """Jinja text of a chat template that replaces the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = AUTO
+    """Arithmetic and weight dtype. ``auto`` on a CPU: float32, equal to transformers in float32."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; ``None``: what the model was made for, lowered if memory holds less."""
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _at_least("max_model_len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_blocks: int | None = None
+    """KV blocks to allocate; ``None``: measured at start-up from free memory."""
+    kv_cache_bytes: int | None = None
+    """Memory for KV blocks in bytes; ``None``: a share of what is free (``memory_fraction``), bounded by need."""
+    memory_fraction: float = 0.4
+    """Share of the free memory that KV blocks may take."""
+    enable_prefix_caching: bool = True
+    """Reuse KV blocks of equal token prefixes."""
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        _at_least("num_blocks", self.num_blocks, 2)
+        _at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
+        if not 0.0 < self.memory_fraction <= 1.0:
+            _refuse("memory_fraction", self.memory_fraction, "in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How steps are filled."""
+
+    max_num_seqs: int = 256
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 1024
+    """Token budget of one step; long prompts are prefilled in chunks of it."""
+    long_prefill_token_threshold: int = 0
+    """Most prompt tokens of one request in one step; 0: only the budget bounds it."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """``priority``: lower ``priority`` first, then arrival; a more urgent request may preempt."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _one_of("policy", self.policy, ("fcfs", "priority"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Where the workers run."""
+
+    executor: str = "uniproc"
+    """``uniproc``, or the qualified name of an :class:`asyncllm.executor.base.Executor` subclass."""
+    worker_cls: str = AUTO
+    """Qualified name of the worker class, resolved in the worker's process; ``auto``: the platform's."""
+    executor_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Plain data handed to a custom executor."""
+
+    def __post_init__(self) -> None:
+        if self.executor != "uniproc" and "." not in self.executor:
+            _refuse("executor", self.executor, "'uniproc' or a qualified class name such as 'package.module.Class'")
+        if self.worker_cls != AUTO and "." not in self.worker_cls:
+            _refuse("worker_cls", self.worker_cls, "'auto' or a qualified class name such as 'package.module.Class'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Which device and which kernels."""
+
+    device: str = AUTO
+    """``auto``, ``cpu`` or ``cuda``."""
+    attention_backend: str = AUTO
+    """``auto``, ``cpu`` or ``reference``."""
+    num_threads: int | None = None
+    """Threads of one CPU worker; ``None``: the cores this process may use."""
+
+    def __post_init__(self) -> None:
+        _at_least("num_threads", self.num_threads, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendConfig:
+    """The caller's side."""
+
+    in_process: bool = False
+    """Run the engine in the caller's process (``LLM`` and ``LLMEngine`` only); for tests and debuggers."""
+    startup_timeout_s: float = 600.0
+    """Seconds the engine may take to become ready (``ASYNCLLM_STARTUP_TIMEOUT_S`` where the option is not given)."""
+    shutdown_timeout_s: float = 5.0
+    """Seconds a closing engine gets before it is killed."""
+    max_buffered_tokens: int = 4096
+    """Tokens a stream may hold for a slow reader; past it the engine parks that request until the reader caught up."""
+
+    def __post_init__(self) -> None:
+        if self.startup_timeout_s <= 0:
+            _refuse("startup_timeout_s", self.startup_timeout_s, "positive")
+        if self.shutdown_timeout_s < 0:
+            _refuse("shutdown_timeout_s", self.shutdown_timeout_s, "zero or more")
+        _at_least("max_buffered_tokens", self.max_buffered_tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is started with.
+
+    :raises ConfigError: an option is unknown, out of range, or two of them contradict each other.
+    """
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    frontend: FrontendConfig = field(default_factory=FrontendConfig)
+
+    @classmethod
+    def from_options(cls, model: str, **options: Any) -> EngineConfig:
+        """Return the configuration that flat keyword options describe (``max_num_seqs=8``, ``block_size=32`` …).
+
+        :raises ConfigError: an option is unknown (the nearest known one is named) or out of range.
+        """
+        sections = {f.name: _section_class(f.name) for f in dataclasses.fields(cls)}
+        owner = {f.name: section for section, kind in sections.items() for f in dataclasses.fields(kind)}
+        values: dict[str, dict[str, Any]] = {section: {} for section in sections}
+        for name, value in {**options, "model": model}.items():
+            if name not in owner:
+                near = difflib.get_close_matches(name, owner, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"there is no engine option {name!r}{hint}", parameter=name)
+            values[owner[name]][name] = value
+        return cls(**{section: kind(**values[section]) for section, kind in sections.items()})
+
+
+def _section_class(section: str) -> type[Any]:
+    return {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "parallel": ParallelConfig,
+        "device": DeviceConfig,
+        "frontend": FrontendConfig,
+    }[section]
+
+
+def _refuse(parameter: str, value: Any, limit: str) -> None:
+    raise ConfigError(f"{parameter} is {value!r}; it must be {limit}", parameter=parameter, value=value, limit=limit)
+
+
+def _at_least(parameter: str, value: int | None, low: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:  # pyright: ignore[reportUnnecessaryIsInstance]
+        _refuse(parameter, value, f"an integer of at least {low}")
+
+
+def _one_of(parameter: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        _refuse(parameter, value, "one of " + ", ".join(repr(name) for name in known))

@@ -1,0 +1,102 @@
+"""What a user gets back: the items of a stream, the finished completion, and how many tokens it cost.
+
+Plain data; nothing here knows of the engine. Invariant (DESIGN contract): over the items of one sample, the joined
+``text`` equals one-shot decoding of the ids, and the concatenated ``token_ids`` are the generated ids, each once.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+__all__ = ["Completion", "FinishReason", "Logprob", "TokenDelta", "TokenLogprobs", "Usage"]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    """End-of-sequence token, a stop string or a stop token; ``stop_reason`` says which one (``None``: end of sequence)."""
+    LENGTH = "length"
+    """``max_tokens`` or the model's context (or, alone in the engine, its KV blocks) is used up."""
+    ABORT = "abort"
+    """The caller ended it: ``cancel()``, ``abort()``, ``finish()`` or shutdown."""
+    ERROR = "error"
+    """The engine failed on this request alone."""
+
+
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    """One candidate token: natural log of its probability, its rank (1 = most likely) and its text."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str | None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """The candidates at one position: the chosen (or prompt) token first, then the most likely ones in order."""
+
+    chosen: Logprob
+    top: list[Logprob]
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """What a request cost.
+
+    ``prompt_tokens`` counts the prompt once (also for n > 1), ``cached_tokens`` is the part of it that was taken from the
+    prefix cache, ``completion_tokens`` is summed over samples. Times are in seconds from submission, by the caller's clock.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    time_to_first_token_s: float | None = None
+    total_time_s: float | None = None
+
+    @property
+    def total_tokens(self) -> int:
+        """Return prompt plus completion tokens."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class TokenDelta(msgspec.Struct, gc=False):
+    """One item of a stream: usually one token. ``str(delta)`` is its text.
+
+    ``text`` is empty only on the last item of a sample, which carries ``finish_reason``. An item holds several
+    ``token_ids`` where text had to be held back (an incomplete character, a possible stop string).
+    """
+
+    text: str
+    token_ids: list[int]
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Completion(msgspec.Struct):
+    """A finished sample of a request. ``str(completion)`` is its text; with n > 1 the others are in ``samples``.
+
+    ``samples`` holds all n samples in index order (this one included); ``usage`` is that of the whole request.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    usage: Usage
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    samples: list[Completion] = []
+
+    def __str__(self) -> str:
+        return self.text

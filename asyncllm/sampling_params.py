@@ -1,0 +1,149 @@
+"""What a caller asks of one request. Fields are checked when the object is made and never rewritten afterwards.
+
+``None`` means "the model's ``generation_config``, else the neutral value". Limits that depend on the model (vocabulary,
+context) are checked by :class:`asyncllm.frontend.input_processor.InputProcessor`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from asyncllm.errors import InvalidParameterError
+
+__all__ = ["SamplingParams"]
+
+MAX_LOGPROBS = 64
+MAX_SAMPLES = 256
+MAX_SEED = 2**64 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tokens of one request are drawn and when it ends.
+
+    :raises InvalidParameterError: a field is of the wrong type or out of range; names field, value and limit.
+    """
+
+    n: int = 1
+    """Independent samples of the same prompt, 1 … 256; their deltas carry ``index`` 0 … n-1."""
+    temperature: float | None = None
+    """0 is greedy; otherwise logits are divided by it. ``None``: the model's default, else 1."""
+    top_p: float | None = None
+    """Keep the smallest set of most likely tokens whose mass reaches this; in (0, 1]."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float | None = None
+    """Drop tokens less likely than this fraction of the most likely one; in [0, 1]."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token already generated; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence from the logit of each token already generated; in [-2, 2]."""
+    repetition_penalty: float | None = None
+    """Divides (or multiplies, below zero) logits of tokens in the prompt or output; > 0, 1 is neutral."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids; each in [-100, 100]."""
+    allowed_token_ids: list[int] | None = None
+    """Only these ids can be drawn."""
+    seed: int | None = None
+    """0 … 2**64-1. The draw at output position i depends only on (seed, sample index, i). ``None``: a fresh random seed."""
+    max_tokens: int | None = None
+    """Most tokens to generate per sample; ``None``: up to the end of the context."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many tokens."""
+    stop: str | list[str] | None = None
+    """Strings that end the sample; the text is cut before the match."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end the sample, beside the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence ids (``stop_token_ids`` still end the sample)."""
+    include_stop_str_in_output: bool = False
+    """Keep the matched stop string (or stop token's text) in the text."""
+    logprobs: int | None = None
+    """Report this many most likely tokens per output position, 0 … 64 (0: the chosen one only)."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt position; such a request does not read the prefix cache."""
+    detokenize: bool = True
+    """``False``: deltas carry ids only and empty text; stop strings need it on."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_SAMPLES)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, 0, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _integer("seed", self.seed, 0, MAX_SEED)
+        _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "True or False")
+        self._check_stop()
+        self._check_ids()
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Return ``stop`` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def _check_stop(self) -> None:
+        if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
+            _refuse("stop", self.stop, "a string or a list of strings")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                _refuse("stop", text, "non-empty strings")
+        if self.stop_strings and not self.detokenize:
+            _refuse("stop", self.stop_strings, "detokenize=True, since stop strings are matched in the text")
+
+    def _check_ids(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            if not isinstance(ids, (list, tuple)):
+                _refuse(name, ids, "a list of token ids")
+            for token_id in ids:
+                _integer(name, token_id, 0, None)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", [], "at least one token id")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                _refuse("logit_bias", self.logit_bias, "a dict of token id to bias")
+            for token_id, bias in self.logit_bias.items():
+                _integer("logit_bias", token_id, 0, None)
+                _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+
+def _refuse(parameter: str, value: object, limit: str) -> None:
+    shown = value if isinstance(value, (str, int, float, bool)) else repr(value)[:200]
+    raise InvalidParameterError(
+        f"{parameter} is {shown!r}; it must be {limit}", parameter=parameter, value=shown, limit=limit
+    )
+
+
+def _integer(name: str, value: object, low: int, high: int | None) -> None:
+    if value is None and name not in ("n", "min_tokens"):
+        return
+    limit = f"an integer of at least {low}" if high is None else f"an integer in {low} … {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        _refuse(name, value, limit)
+
+
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if value is None and name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        return
+    bracket = "(" if open_low else "["
+    limit = f"a finite number in {bracket}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        _refuse(name, value, limit)
+    elif value < low or value > high or (open_low and value == low):
+        _refuse(name, value, limit)

@@ -1,0 +1,230 @@
+"""Messages between the front end and the engine process.
+
+To the engine, one tagged struct per message:  ``EngineInput``.  From the engine, likewise:  ``EngineOutput``.
+A request is known by ``request_id``, an integer that the front end never uses twice; the caller's own string stays in the
+front end. One :class:`EngineCoreOutputs` per step carries the new tokens of all requests as columns.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from asyncllm.errors import ErrorInfo
+
+__all__ = [
+    "AbortRequests",
+    "Configure",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "EngineDied",
+    "EngineFinishReason",
+    "EngineInfo",
+    "EngineInput",
+    "EngineOutput",
+    "EngineReady",
+    "EngineSampling",
+    "FinishRequests",
+    "FinishedRequest",
+    "LogprobRows",
+    "ParkRequests",
+    "SchedulerStats",
+    "Shutdown",
+    "StartupFailed",
+    "StartupProgress",
+    "UtilityCall",
+    "UtilityResult",
+]
+
+
+class EngineFinishReason(enum.IntEnum):
+    """Why the engine ended a request (stop strings are found in the front end, which then sends ``AbortRequests``)."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+
+class EngineSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The sampling of one sample with every default resolved. Temperature 0 is greedy; ids are within the vocabulary."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    sample_index: int = 0  # second key of the draw: sample i of n
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    logprobs: int = -1  # -1: none, 0: the chosen token only, k: the k most likely too
+    prompt_logprobs: int = -1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] = []  # empty: all
+
+
+# ------------------------------------------------------------------------------------------------- to the engine
+class EngineCoreRequest(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """One sample to generate. ``priority``: lower is more urgent; ``cache_salt`` separates prefix caches."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling: EngineSampling
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, array_like=True, tag=1):
+    """Drop these requests and free their blocks; unknown ids are ignored; nothing is answered."""
+
+    request_ids: list[int]
+
+
+class FinishRequests(msgspec.Struct, array_like=True, tag=2):
+    """End these requests now and answer each with a :class:`FinishedRequest` of reason ABORT."""
+
+    request_ids: list[int]
+
+
+class ParkRequests(msgspec.Struct, array_like=True, tag=3):
+    """Leave these requests out of steps (``parked``) until told otherwise: their readers are too slow."""
+
+    request_ids: list[int]
+    parked: bool
+
+
+class UtilityCall(msgspec.Struct, array_like=True, tag=4):
+    """Call ``EngineCore.<method>(*args)`` between two steps; answered by :class:`UtilityResult` with the same ``call_id``."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag=5):
+    """End the process: requests still there are dropped."""
+
+
+class Configure(msgspec.Struct, array_like=True, tag=6):
+    """The first message: the engine's configuration (an ``EngineConfig`` as plain data)."""
+
+    config: dict[str, Any]
+
+
+EngineInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests | UtilityCall | Shutdown | Configure
+
+
+# ----------------------------------------------------------------------------------------------- from the engine
+class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
+    """What the engine found out while starting."""
+
+    max_model_len: int
+    vocab_size: int  # ids that can be sampled: padding rows of the head excluded
+    eos_token_ids: list[int]
+    block_size: int
+    num_blocks: int  # usable ones: the null block is not counted
+    kv_cache_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    attention_backend: str
+    pid: int
+    phase_to_seconds: dict[str, float] = {}
+
+
+class StartupProgress(msgspec.Struct, array_like=True, tag=1):
+    """A phase of the start-up begins (``fraction`` of it done, where that is known)."""
+
+    phase: str
+    fraction: float | None = None
+
+
+class EngineReady(msgspec.Struct, array_like=True, tag=2):
+    """The engine takes requests from now on."""
+
+    info: EngineInfo
+
+
+class StartupFailed(msgspec.Struct, array_like=True, tag=3):
+    """The engine will not become ready; it exits after this."""
+
+    error: ErrorInfo
+    phase: str = ""
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
+    """The scheduler's state after a step, and counters since start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_steps: int = 0
+    num_prefill_tokens: int = 0  # prompt tokens computed, recomputation included
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, once per admission
+    prefix_hits: int = 0
+    num_parked: int = 0
+
+
+class LogprobRows(msgspec.Struct, array_like=True, gc=False):
+    """Candidates at consecutive positions of one request: at each, the chosen token first, then the top ones in order.
+
+    The three columns are flat: ``width`` entries per position (1 + the number of top tokens asked for).
+    """
+
+    width: int
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+class FinishedRequest(msgspec.Struct, array_like=True, gc=False):
+    """The end of a request; its last tokens, if any, are in the columns of the same message."""
+
+    request_id: int
+    reason: int  # EngineFinishReason
+    stop_token_id: int | None = None  # the user's stop token that ended it; None for end of sequence
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    error: ErrorInfo | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """All that one step produced. ``request_ids[i]`` got the new token ``token_ids[i]``, in order.
+
+    A request may stand more than once where it got several tokens. ``logprobs`` maps a request to the rows of its new
+    tokens, ``prompt_logprobs`` to rows of the next part of its prompt (positions 1 …), only for those that asked.
+    """
+
+    request_ids: list[int] = []
+    token_ids: list[int] = []
+    finished: list[FinishedRequest] = []
+    logprobs: dict[int, LogprobRows] = {}
+    prompt_logprobs: dict[int, LogprobRows] = {}
+    stats: SchedulerStats | None = None
+
+
+class UtilityResult(msgspec.Struct, array_like=True, tag=5):
+    """The answer to a :class:`UtilityCall`: a value of plain data, or an error."""
+
+    call_id: int
+    value: Any = None
+    error: ErrorInfo | None = None
+
+
+class EngineDied(msgspec.Struct, array_like=True, tag=6):
+    """The busy loop raised; the process exits after this."""
+
+    error: ErrorInfo
+
+
+EngineOutput = StartupProgress | EngineReady | StartupFailed | EngineCoreOutputs | UtilityResult | EngineDied
