@@ -1,0 +1,95 @@
+// Packing weights into panels at load time, and reading single rows back (embedding lookup from a tied head).
+#include "formats.h"
+#include "threads.h"
+
+namespace allm {
+namespace {
+
+constexpr int64_t ROWS_PER_CHUNK = 4 * P;
+
+float source_value(int32_t format, const void* source, int64_t index) {
+    switch (format) {
+        case ALLM_BF16: return from_bf16(((const uint16_t*)source)[index]);
+        case ALLM_F16: return from_f16(((const uint16_t*)source)[index]);
+        default: return ((const float*)source)[index];
+    }
+}
+
+template <class Format>
+void pack_row(uint8_t* panel, int column, int64_t k, int32_t source_format, const void* source, int64_t row) {
+    if constexpr (Format::QUANTIZED) {
+        int64_t blocks = k / Format::BLOCK;
+        const uint8_t* from = (const uint8_t*)source + row * blocks * Format::SOURCE_BYTES;
+        for (int64_t b = 0; b < blocks; b++)
+            Format::put_block(panel + b * Format::BYTES, column, from + b * Format::SOURCE_BYTES);
+    } else {
+        for (int64_t i = 0; i < k; i++)
+            Format::put(panel + i * Format::BYTES, 0, column, source_value(source_format, source, row * k + i));
+    }
+}
+
+template <class Format>
+void unpack_row(const uint8_t* panel, int column, int64_t k, float scale, float* out) {
+    for (int64_t i = 0; i < k; i++) {
+        const uint8_t* block = panel + i / Format::BLOCK * Format::BYTES;
+        out[i] = scale * Format::get(block, (int)(i % Format::BLOCK), column);
+    }
+}
+
+bool can_pack(int32_t format, int32_t source_format) {
+    return format == source_format || (format >= 0 && format <= ALLM_F16 && source_format >= 0 && source_format <= ALLM_F16);
+}
+
+}  // namespace
+}  // namespace allm
+
+using namespace allm;
+
+int64_t allm_packed_bytes(int32_t format, int64_t n, int64_t k) {
+    int64_t bytes = ALLM_BAD_ARGUMENT;
+    if (n < 1 || k < 1) return bytes;
+    with_format(format, [&](auto f) {
+        using Format = decltype(f);
+        if (k % Format::BLOCK == 0) bytes = ceil_div(n, P) * panel_bytes<Format>(k);
+    });
+    return bytes;
+}
+
+int32_t allm_pack_rows(allm_pool* pool, int32_t format, void* packed, int64_t n, int64_t k, int64_t first_row, int64_t rows,
+                       int32_t source_format, const void* source) {
+    if (allm_packed_bytes(format, n, k) < 0 || first_row < 0 || rows < 0 || first_row + rows > n) return ALLM_BAD_ARGUMENT;
+    if (!can_pack(format, source_format)) return ALLM_BAD_ARGUMENT;
+    int32_t status = ALLM_BAD_ARGUMENT;
+    with_format(format, [&](auto f) {
+        using Format = decltype(f);
+        // Chunks begin at panel borders: two threads never write into one panel (nibbles of two columns share a byte).
+        int64_t begin = first_row / P * P;
+        auto chunk = [&](int64_t index, uint8_t*) {
+            int64_t from = larger(begin + index * ROWS_PER_CHUNK, first_row);
+            int64_t to = smaller(begin + (index + 1) * ROWS_PER_CHUNK, first_row + rows);
+            for (int64_t row = from; row < to; row++)
+                pack_row<Format>((uint8_t*)packed + row / P * panel_bytes<Format>(k), (int)(row % P), k, source_format,
+                                 source, row - first_row);
+        };
+        status = parallel_for(pool, ceil_div(first_row + rows - begin, ROWS_PER_CHUNK), 0, chunk);
+    });
+    return status;
+}
+
+int32_t allm_gather_rows(allm_pool* pool, const allm_linear* weight, const int64_t* ids, int64_t num_ids, float scale,
+                         float* out, int64_t out_stride) {
+    for (int64_t i = 0; i < num_ids; i++)
+        if (ids[i] < 0 || ids[i] >= weight->n) return ALLM_BAD_ARGUMENT;
+    int32_t status = ALLM_BAD_ARGUMENT;
+    with_format(weight->format, [&](auto f) {
+        using Format = decltype(f);
+        auto rows = [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) {
+                const uint8_t* panel = (const uint8_t*)weight->weight + ids[i] / P * panel_bytes<Format>(weight->k);
+                unpack_row<Format>(panel, (int)(ids[i] % P), weight->k, scale, out + i * out_stride);
+            }
+        };
+        status = parallel_rows(pool, num_ids, 8, rows);
+    });
+    return status;
+}
