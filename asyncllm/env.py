@@ -23,7 +23,7 @@ def log_level() -> str:
 
 
 def runtime_dir() -> Path | None:
-    """Return ``ASYNCLLM_RUNTIME_DIR``: the parent folder of the private socket folders, ``None`` for the system's choice."""
+    """Return ``ASYNCLLM_RUNTIME_DIR``: where private socket folders go (``None``: the system's choice)."""
     value = os.environ.get("ASYNCLLM_RUNTIME_DIR")
     return Path(value) if value else None
 

@@ -1,7 +1,8 @@
 """The one attention seam: a flat batch of new tokens attends over paged KV blocks.
 
 Letters: ``T`` new tokens of the step, ``B`` rows (requests), ``H`` query heads, ``KV`` key/value heads, ``D`` head dim,
-``N`` blocks, ``S`` block size. Prefill, chunked prefill and decode are one case: row b has ``query_lens[b]`` new tokens at
+``N`` blocks, ``S`` block size.
+Prefill, chunked prefill and decode are one case: row b has ``query_lens[b]`` new tokens at
 the end of its ``seq_lens[b]`` tokens, and each attends causally to all before it and itself.
 
 Order in a layer: :meth:`AttentionBackend.write_kv` puts the new keys and values into their slots, then
@@ -78,7 +79,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: FlatBatch) -> Any:
-        """Return what :meth:`write_kv` and :meth:`forward` of every layer need for this step; computed once per step."""
+        """Return what :meth:`write_kv` and :meth:`forward` need in every layer; computed once per step."""
 
     @abstractmethod
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:

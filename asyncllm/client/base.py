@@ -7,10 +7,12 @@ differs: :class:`InprocClient` steps the engine itself, :class:`SyncMPClient` bl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncllm.wire.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncllm.wire.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
 
 __all__ = ["EngineCoreClient", "SyncEngineCoreClient"]
 
@@ -52,7 +54,8 @@ class SyncEngineCoreClient(EngineCoreClient):
     def start(self) -> None:
         """Start the engine and block until it is ready.
 
-        :raises EngineStartError: it did not become ready; typed errors of the engine (``ModelError`` …) come as themselves.
+        :raises EngineStartError: it did not become ready.
+        :raises ModelError: the checkpoint cannot be used (typed errors of the engine come as themselves).
         """
 
     @abstractmethod

@@ -5,11 +5,14 @@ A frame that does not decode raises :class:`msgspec.DecodeError` (a ``Validation
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from asyncllm.wire.messages import EngineInput, EngineOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["input_decoder", "make_encoder", "output_decoder"]
 

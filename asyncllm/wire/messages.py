@@ -1,8 +1,8 @@
 """Messages between the front end and the engine process.
 
-To the engine, one tagged struct per message:  ``EngineInput``.  From the engine, likewise:  ``EngineOutput``.
-A request is known by ``request_id``, an integer that the front end never uses twice; the caller's own string stays in the
-front end. One :class:`EngineCoreOutputs` per step carries the new tokens of all requests as columns.
+To the engine, one tagged struct per message: ``EngineInput``. From the engine, likewise: ``EngineOutput``.
+A request is known by ``request_id``, an integer that the front end never uses twice; the caller's own string stays in
+the front end. One :class:`EngineCoreOutputs` per step carries the new tokens of all requests as columns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class EngineFinishReason(enum.IntEnum):
-    """Why the engine ended a request (stop strings are found in the front end, which then sends ``AbortRequests``)."""
+    """Why the engine ended a request (stop strings are found in the front end, which then aborts it)."""
 
     STOP = 0
     LENGTH = 1
@@ -49,7 +49,7 @@ class EngineFinishReason(enum.IntEnum):
 
 
 class EngineSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The sampling of one sample with every default resolved. Temperature 0 is greedy; ids are within the vocabulary."""
+    """The sampling of one sample with every default resolved. Temperature 0 is greedy; ids are in the vocabulary."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -101,7 +101,7 @@ class ParkRequests(msgspec.Struct, array_like=True, tag=3):
 
 
 class UtilityCall(msgspec.Struct, array_like=True, tag=4):
-    """Call ``EngineCore.<method>(*args)`` between two steps; answered by :class:`UtilityResult` with the same ``call_id``."""
+    """Call ``EngineCore.<method>(*args)`` between two steps; the :class:`UtilityResult` has the same ``call_id``."""
 
     call_id: int
     method: str
