@@ -1,7 +1,7 @@
 """Fixtures that every test may use: event loops, models, and the check that nothing is left behind.
 
-Models are made or converted once per session. Engines started by tests put their sockets under one private folder, which
-has to be empty, with no child process alive, when the session ends.
+Models are made or converted once per session. Engines started by tests put their sockets under one private folder,
+which has to be empty, with no child process alive, when the session ends.
 """
 
 from __future__ import annotations

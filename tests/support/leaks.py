@@ -1,6 +1,7 @@
 """See what a test leaves behind: child processes, threads, file descriptors, socket folders, shared memory.
 
-Things that end by themselves (a child being reaped, a thread returning) get a moment; what is still there then is a leak.
+Things that end by themselves (a child being reaped, a thread returning) get a moment; what is still there then is a
+leak.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ THREADS_THAT_STAY = ("asyncio_", "AnyIO worker", "Trio thread", "pytest_timeout"
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether ``holds()`` became true within ``timeout_s`` (for what no event announces: the end of a process)."""
+    """Return whether ``holds()`` became true within ``timeout_s``; for what no event announces (the end of a process)."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:
@@ -108,7 +109,7 @@ class Traces:
 
 @contextlib.contextmanager
 def no_leaks(*folders: Path, timeout_s: float = 5.0) -> Iterator[None]:
-    """Assert that the body leaves no process, thread, descriptor or file (below ``folders``) that was not there before."""
+    """Assert that the body leaves behind no process, thread, descriptor or file below ``folders``."""
     before = Traces.now(*folders)
     yield
     wait_until(lambda: not Traces.now(*folders).new_since(before), timeout_s)

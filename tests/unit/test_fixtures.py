@@ -1,4 +1,4 @@
-"""The fixtures themselves: three event loops, models that the reference library reads, and a leak check that can fail."""
+"""The fixtures themselves: three event loops, models that transformers reads, and a leak check that can fail."""
 
 from __future__ import annotations
 
