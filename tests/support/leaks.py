@@ -22,7 +22,7 @@ THREADS_THAT_STAY = ("asyncio_", "AnyIO worker", "Trio thread", "pytest_timeout"
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether ``holds()`` became true within ``timeout_s``; for what no event announces (the end of a process)."""
+    """Return whether ``holds()`` became true in ``timeout_s``; for what no event announces (the end of a process)."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:

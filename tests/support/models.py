@@ -9,14 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-BOS, EOS, PAD = 256, 257, 258
-VOCAB_SIZE = 259
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
 
 # -------------------------------------------------------------------------------------------------------- tiny, random
 def write_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -52,11 +44,15 @@ def write_tiny_opt(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 
 def _with_tokens(options: dict[str, Any]) -> dict[str, Any]:
-    return {"vocab_size": VOCAB_SIZE, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD} | options
+    from asyncllm.testing import BOS, EOS, TINY_VOCAB_SIZE
+
+    return {"vocab_size": TINY_VOCAB_SIZE, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS} | options
 
 
 def _write(folder: Path, model_class: Any, config: Any, seed: int) -> Path:
     import torch
+
+    from asyncllm.testing import write_tiny_checkpoint
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -64,31 +60,9 @@ def _write(folder: Path, model_class: Any, config: Any, seed: int) -> Path:
         with torch.no_grad():  # the default 0.02 leaves logits so flat that greedy ties are likely
             for parameter in model.parameters():
                 parameter.copy_(parameter + torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    write_byte_tokenizer(folder)
+    write_tiny_checkpoint(folder)
+    model.save_pretrained(folder)  # its config.json and generation_config.json replace the weightless ones
     return folder
-
-
-def write_byte_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer: ids 0 … 255 are the bytes' symbols, then bos, eos and pad."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(symbols)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>", "<pad>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "pad_token": "<pad>",
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ from the GGUF
