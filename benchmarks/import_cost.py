@@ -2,8 +2,9 @@
 
     python benchmarks/import_cost.py [--repeats 15]
 
-Fresh interpreters, one after the other, the three variants in turn. "names": every public name resolved, which loads the
-whole caller's side (tokenizers, zmq, anyio). Bytecode is cached, files are warm. Memory is the peak of resident memory.
+Fresh interpreters, one after the other, the three variants in turn. "names": every public name resolved, which loads
+the whole caller's side (tokenizers, zmq, anyio). Bytecode is cached, files are warm. Memory is the peak of resident
+memory.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ def parser(description: str, *, model: bool = False, plot: bool = False) -> argp
     made = argparse.ArgumentParser(description=description.strip().splitlines()[0])
     made.add_argument("--out", type=Path, help="append the JSON line to this file too")
     if model:
-        made.add_argument("--model", default=str(SMOLLM2), help="folder or .gguf file; default: what `make model` brings")
+        made.add_argument(
+            "--model", default=str(SMOLLM2), help="folder or .gguf file; default: what `make model` brings"
+        )
     if plot:
         made.add_argument("--plot", type=Path, help="draw the curve into this .svg or .png file (needs matplotlib)")
     return made
@@ -87,7 +89,14 @@ def spread(values: list[float], digits: int = 3) -> dict[str, float]:
 
 
 def draw(
-    path: Path, x: list[float], curves: dict[str, list[float]], *, x_label: str, y_label: str, title: str, log: bool = True
+    path: Path,
+    x: list[float],
+    curves: dict[str, list[float]],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    log: bool = True,
 ) -> None:
     """Draw ``curves`` over ``x`` into ``path``."""
     import matplotlib as mpl
