@@ -38,7 +38,7 @@ lint: $(VENV)/.tested-with
 	$(bin)/ruff format --check .
 
 types: $(VENV)/.tested-with
-	$(bin)/pyright
+	$(bin)/pyright --pythonpath $(bin)/python
 
 bench: $(VENV)/.tested-with model
 	$(bin)/python benchmarks/run_all.py --model $(MODEL) $(ARGS)
