@@ -173,6 +173,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, once per admission
     prefix_hits: int = 0
     num_parked: int = 0
+    resume_queries: int = 0  # the same two for requests that come back after a preemption
+    resume_hits: int = 0
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
