@@ -45,9 +45,9 @@ def read_config(path: Path, model: str) -> dict[str, Any]:
 def read_tokenizer_config(path: Path, model: str) -> dict[str, Any]:
     """Return ``tokenizer_config.json`` with special tokens as plain strings and the chat template as text.
 
-    The template is the default one of several, which are all under ``chat_templates``. Files that replace a key win over
-    it, as in transformers: ``chat_template.jinja`` and the older ``chat_template.json``. ``special_tokens_map.json`` fills
-    gaps.
+    The template is the default one of several, which are all under ``chat_templates``. Files that replace a key win
+    over it, as in transformers: ``chat_template.jinja`` and the older ``chat_template.json``.
+    ``special_tokens_map.json`` fills gaps.
     """
     config = dict(read_json(path / "tokenizer_config.json", model, otherwise={}))
     special = read_json(path / "special_tokens_map.json", model, otherwise={})

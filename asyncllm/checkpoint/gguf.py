@@ -1,8 +1,8 @@
 """Reader of the GGUF container: metadata and the table of tensors, from a memory map.
 
 Here is the container only: what the metadata means for a model is in :mod:`asyncllm.checkpoint.gguf_config`, what the
-bytes of a quantized tensor mean is in :mod:`asyncllm.loader.dequantize`. Nothing is decoded but what is asked for, and no
-numpy is needed: with 49,000 tokens and as many merges, opening takes some 8 ms and decoding both lists 25 ms.
+bytes of a quantized tensor mean is in :mod:`asyncllm.loader.dequantize`. Nothing is decoded but what is asked for,
+and no numpy is needed: with 49,000 tokens and as many merges, opening takes some 8 ms and decoding both lists 25 ms.
 
 Invariant: an opened file is whole as far as its header says; every tensor's bytes lie inside it.
 
@@ -151,12 +151,17 @@ class GGUFFile:
         self.tensors = {name: _place(reader, data_start, name, *info) for name, info in infos.items()}
 
     def tensor_bytes(self, name: str) -> memoryview:
-        """Return the stored bytes of tensor ``name``: a read-only view of the map, not a copy.
+        """Return the stored bytes of tensor ``name``: a view of the map, not a copy; not to be written to.
 
         :raises KeyError: there is no such tensor.
         """
         tensor = self.tensors[name]
         return memoryview(self._map)[tensor.offset : tensor.offset + tensor.num_bytes]
+
+    def release(self) -> None:
+        """Let go of the memory that holds what was read; reading again fetches it from the file again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def __repr__(self) -> str:
         return f"GGUFFile({str(self.path)!r}, {len(self.metadata)} keys, {len(self.tensors)} tensors)"
@@ -165,7 +170,8 @@ class GGUFFile:
 def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # private, not read-only: torch warns about memory it may not write; nobody writes, so no page is copied
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
         raise ModelNotFoundError(f"there is no file {path}", model=str(path)) from error
     except ValueError as error:  # mmap refuses an empty file
