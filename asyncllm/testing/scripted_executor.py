@@ -156,6 +156,9 @@ class ScriptedExecutor(Executor):
         self._rows.clear()
         self._history.clear()
 
+    def check_health(self) -> None:
+        """Return: a script is always well."""
+
     # ------------------------------------------------------------------------------------------ through collective_rpc
     def history(self) -> list[dict[str, Any]]:
         """Return per step ``step_id``, ``request_ids``, ``num_scheduled_tokens``, ``token_ids``, ``new`` and ``freed``."""
