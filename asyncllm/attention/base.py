@@ -77,6 +77,13 @@ class AttentionBackend(ABC):
     def allocate(self, num_blocks: int) -> list[KVCache]:
         """Return one cache per layer of ``num_blocks`` blocks each, the null block 0 included."""
 
+    def scrub(self, caches: list[KVCache], block_ids: list[int]) -> None:  # noqa: B027
+        """Make every number in these blocks finite, after a request whose numbers were not.
+
+        Needed where a backend multiplies tokens past the end of a row by zero, which does not silence a NaN; one that
+        never reads past the end does nothing.
+        """
+
     @abstractmethod
     def plan(self, batch: FlatBatch) -> Any:
         """Return what :meth:`write_kv` and :meth:`forward` need in every layer; computed once per step."""
