@@ -27,7 +27,7 @@ Invariant: an error keeps its type, message and fields across a process border (
 from __future__ import annotations
 
 import traceback
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -92,6 +92,14 @@ class AsyncLLMError(Exception):
             {name: getattr(self, name) for name in self.fields},
             _format_traceback(self),
         )
+
+    def fresh(self) -> Self:
+        """Return a copy to be raised: one object raised in many tasks would collect all their tracebacks."""
+        copy = type(self)(self.message, **{name: getattr(self, name) for name in self.fields})
+        copy.__cause__ = self.__cause__
+        for note in getattr(self, "__notes__", ()):
+            copy.add_note(note)
+        return copy
 
     @staticmethod
     def from_info(info: ErrorInfo, otherwise: type[AsyncLLMError] | None = None) -> AsyncLLMError:

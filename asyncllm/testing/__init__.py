@@ -2,7 +2,8 @@
 
 :class:`ScriptedExecutor` stands where the model would: it honours the whole protocol between scheduler and worker
 (slots, chunked prefill, preemption, logprobs), and answers with tokens that the test wrote down.
-:func:`write_tiny_checkpoint` writes the folder that the front end needs (a config and a byte-level tokenizer, no weights),
+:func:`write_tiny_checkpoint` writes the folder that the front end needs (a config and a byte-level tokenizer, no
+    weights),
 and :func:`scripted_llm` puts both together::
 
     async with scripted_llm({"capital of France": "Paris."}) as llm:

@@ -1,9 +1,9 @@
 """An executor without a model: it plays the worker's part of every step and draws the tokens that a script names.
 
 No torch. Invariant: the token at output position i of a request depends only on its prompt, its sample index and i,
-never on batch, chunking, preemption or cache hits - as with a real model, so that any difference between two runs is the
-engine's fault. It checks what the scheduler sends it, and raises :class:`ScriptError` where a real worker would corrupt
-memory.
+never on batch, chunking, preemption or cache hits - as with a real model, so that any difference between two runs is
+the engine's fault. It checks what the scheduler sends it, and raises :class:`ScriptError` where a real worker would
+corrupt memory.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ class ScriptedExecutor(Executor):
 
     ``replies``: ``{key: reply}``
         ``key`` (text, as UTF-8 bytes) is looked for in the prompt's ids; of several, the one that ends last wins, of
-        those the longest - so with a chat history the last message decides. ``reply``: a text, a list of token ids, or a
-        list of texts, one per sample of n. The end-of-sequence id follows, again and again if the request ignores it.
+        those the longest - so with a chat history the last message decides. ``reply``: a text, a list of token ids,
+        or a list of texts, one per sample of n. The end-of-sequence id follows, again and again if the request
+        ignores it.
     ``scripts``: ``[[prompt_ids, reply], ...]``
         The same with keys of token ids: ``[[[72], [1, 2, 3]]]`` answers each prompt that contains id 72.
     ``tokens``: ``[ids]``
@@ -84,10 +85,10 @@ class ScriptedExecutor(Executor):
 
     How it goes:
 
-    ``step_ms``, ``start_ms``: a step, or the start, takes this long. ``gate_path``: no step ends while this file exists.
-    ``fail_at_start``: the start raises a RuntimeError with this text. ``fail_at_step``: step number k (from 1) raises.
-    ``exit_at_step``: the process ends in step k without a word. ``fail_request``: ``[prompt_ids or text, position]``: a
-    request whose prompt contains this has no finite logits at that output position.
+    ``step_ms``, ``start_ms``: a step, or the start, takes this long. ``gate_path``: no step ends while this file
+    exists. ``fail_at_start``: the start raises a RuntimeError with this text. ``fail_at_step``: step number k (from
+    1) raises. ``exit_at_step``: the process ends in step k without a word. ``fail_request``: ``[prompt_ids or text,
+    position]``: a request whose prompt contains this has no finite logits at that output position.
 
     Through ``llm.collective_rpc``: ``history`` (one dict per step, the last 2,000), ``clear_history``, ``set_script``
     (new options from now on: ``await llm.collective_rpc("set_script", {"step_ms": 50})``), ``rows`` (requests that hold
@@ -161,7 +162,7 @@ class ScriptedExecutor(Executor):
 
     # ------------------------------------------------------------------------------------------ through collective_rpc
     def history(self) -> list[dict[str, Any]]:
-        """Return per step ``step_id``, ``request_ids``, ``num_scheduled_tokens``, ``token_ids``, ``new`` and ``freed``."""
+        """Return per step: id, requests, tokens scheduled, tokens drawn, admitted requests, freed slots."""
         return list(self._history)
 
     def clear_history(self) -> None:
@@ -324,7 +325,7 @@ def _as_ids(reply: Any, sampling: EngineSampling) -> list[int]:
     if isinstance(reply, (list, tuple)) and reply and isinstance(reply[0], str):
         texts = cast("Sequence[str]", reply)
         reply = texts[sampling.sample_index % len(texts)]
-    return list(reply.encode()) if isinstance(reply, str) else [int(token) for token in reply]
+    return list(reply.encode()) if isinstance(reply, str) else [int(token) for token in cast("Sequence[int]", reply)]
 
 
 def _failing_request(value: Any) -> tuple[str, int]:

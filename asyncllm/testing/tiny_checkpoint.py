@@ -1,7 +1,8 @@
 """A checkpoint folder small enough to write per test: config and tokenizer, no weights.
 
 Invariant: in its vocabulary the id of a byte is the byte itself, so ``list(b"Hello")`` are the ids of ``"Hello"`` and
-any text, whole characters or not, can be scripted by hand. Special tokens follow at 256 …, then the caller's own pieces.
+any text, whole characters or not, can be scripted by hand. Special tokens follow at 256 …, then the caller's own
+pieces.
 """
 
 from __future__ import annotations
