@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
 import tempfile
@@ -26,8 +27,14 @@ from typing import Any
 import report
 import tiny_model
 
-from asyncllm import AsyncLLM, SamplingParams
+from asyncllm import AsyncLLM, Completion, EngineConfig, SamplingParams, TokenDelta
+from asyncllm.checkpoint import open_checkpoint
+from asyncllm.core.engine_core import EngineCore
+from asyncllm.frontend.input_processor import InputProcessor
+from asyncllm.frontend.output_processor import OutputProcessor
+from asyncllm.frontend.tokenizer import Tokenizer
 from asyncllm.testing import scripted_options
+from asyncllm.wire.codec import make_encoder, output_decoder
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 16, 128
 PARAMS = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -91,6 +98,85 @@ async def end_to_end(model: str, args: argparse.Namespace) -> dict[str, Any]:
             runs = [await one_load(llm, streams, draw) for _ in range(args.rounds)]
             figures[str(streams)] = sorted(runs, key=lambda run: run["wall_us_per_token"])[len(runs) // 2]
     return figures
+
+
+# ------------------------------------------------------------------------------------------------- one part at a time
+class Parts:
+    """The six sentences of the README in one thread, each part timed."""
+
+    def __init__(self, model: str, args: argparse.Namespace) -> None:
+        self.config = EngineConfig.from_options(model, **engine_options(args))
+        self.core = EngineCore(self.config, lambda _phase, _fraction: None)
+        checkpoint = open_checkpoint(model)
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        self.inputs = InputProcessor(self.config, checkpoint, tokenizer)
+        self.inputs.set_info(self.core.info)
+        self.outputs = OutputProcessor(tokenizer)
+        self.encode, self.decode = make_encoder(), output_decoder()
+
+    def run(self, streams: int, draw: random.Random) -> dict[str, float]:
+        """Return median times of the steps in which all streams decode."""
+        scheduler, executor = self.core.scheduler, self.core.executor
+        for prompt in prompts(streams, draw):
+            processed = self.inputs.process(prompt, PARAMS)
+            self.outputs.add_request(processed, CountingSink())
+            for request in processed.requests:
+                scheduler.add_request(request)
+        clock = time.perf_counter
+        rows: list[tuple[float, ...]] = []
+        while scheduler.has_unfinished():
+            at = [clock()]
+            step = scheduler.schedule()
+            at.append(clock())
+            output = executor.execute_model(step).result()
+            at.append(clock())
+            outputs = scheduler.update_from_output(step, output)
+            at.append(clock())
+            message = self.encode(outputs)
+            at.append(clock())
+            received = self.decode(message)
+            at.append(clock())
+            self.outputs.process(received)
+            at.append(clock())
+            if len(step.slots) == step.total_num_tokens == streams:
+                rows.append(tuple(b - a for a, b in itertools.pairwise(at)))
+        schedule, worker, update, encode, decode, frontend = (
+            report.quantile([row[part] for row in rows], 0.5) * 1e3 for part in range(6)
+        )
+        figures = {
+            "scheduler": schedule + update,
+            "worker": worker,
+            "wire": encode + decode,
+            "front_end": frontend,
+            "scheduler_and_wire": schedule + update + encode + decode,
+        }
+        return {f"{name}_ms_per_step": round(value, 4) for name, value in figures.items()}
+
+
+class CountingSink:
+    """A reader that takes everything at once."""
+
+    def __init__(self) -> None:
+        self.num_items = 0
+
+    def put(self, delta: TokenDelta) -> None:
+        self.num_items += 1
+
+    def finish(self, completion: Completion) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+def parts(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    draw = random.Random(0)
+    timed = Parts(model, args)
+    try:
+        timed.run(min(args.streams), draw)
+        return {str(streams): timed.run(streams, draw) for streams in args.streams}
+    finally:
+        timed.core.shutdown()
 
 
 def main() -> None:
