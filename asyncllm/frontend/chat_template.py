@@ -1,9 +1,10 @@
 """Chat messages to prompt text, as Hugging Face's ``apply_chat_template`` renders it.
 
-A template comes with a model, so it is code of a stranger: it runs in jinja2's immutable sandbox, and sees plain data only.
+A template comes with a model, so it is code of a stranger: it runs in jinja2's immutable sandbox, and sees plain data
+only.
 
-Sources: the ``chat_template`` contract of transformers (trimmed blocks, ``loopcontrols``, ``raise_exception``, ``strftime_now``,
-``tojson`` without HTML escapes, ``{% generation %}`` blocks, which mean nothing here).
+Source: the ``chat_template`` contract of transformers (trimmed blocks, ``loopcontrols``, ``raise_exception``,
+``strftime_now``, ``tojson`` without HTML escapes, ``{% generation %}`` blocks, which mean nothing here).
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from asyncllm.errors import InvalidParameterError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import jinja2
+    from jinja2.parser import Parser
 
     from asyncllm.checkpoint import Checkpoint
 
 __all__ = ["ChatTemplate"]
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names that reasoning is passed under; templates read the first or the second."""
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE "
 NO_TEMPLATE = (
     "the model {model!r} has no chat template. Give `chat_template=` its jinja text, or make the prompt "
     "yourself and use generate() or stream()"
@@ -62,34 +67,30 @@ class ChatTemplate:
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the prompt text for ``messages``; ``variables`` are given to the template as they are.
 
-        A message is a mapping (or dataclass, or pydantic model) with ``role`` and ``content``: a text, or a list of parts. Parts
-        that are all ``{"type": "text", "text": …}`` are joined, since most templates expect a text.
+        A message is a mapping (or dataclass, or pydantic model) with ``role`` and ``content``: a text, or a list of
+        parts. Parts that are all ``{"type": "text", "text": …}`` are joined, since most templates expect a text.
+        ``continue_final_message`` ends the prompt inside the last message, so that the model goes on with it.
 
         :raises InvalidParameterError: messages are malformed, the template refuses them, or there is no template.
         :raises UnsupportedModelError: the template is not valid jinja.
         """
         chat = _plain_messages(messages)
-        template = self._template("tool_use" if tools and "tool_use" in self._name_to_source else "default")
+        if continue_final_message:
+            if add_generation_prompt:
+                _refuse("continue_final_message", True, "given with add_generation_prompt=False")
+            _mark_end(chat[-1])
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             _refuse("tools", tools, "JSON schemas of functions, each a dict")
-        values = {**self._special_tokens, **cast("dict[str, Any]", _plain(variables))}
+        template = self._template("tool_use" if tools and "tool_use" in self._name_to_source else "default")
+        values = {"documents": None, **self._special_tokens, **cast("dict[str, Any]", _plain(variables))}
         try:
-            return (
-                template.render(
-                    messages=chat,
-                    tools=_plain(tools),
-                    add_generation_prompt=add_generation_prompt,
-                    documents=None,
-                    **values,
-                )
-                if "documents" not in values
-                else template.render(
-                    messages=chat, tools=_plain(tools), add_generation_prompt=add_generation_prompt, **values
-                )
+            text = template.render(
+                messages=chat, tools=_plain(tools), add_generation_prompt=add_generation_prompt, **values
             )
         except Exception as error:  # a template can raise anything that its expressions raise
             raise InvalidParameterError(
@@ -98,6 +99,7 @@ class ChatTemplate:
                 value=repr(messages)[:200],
                 limit="messages that the chat template takes",
             ) from error
+        return _cut_at_mark(text) if continue_final_message else text
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._name_to_template:
@@ -124,6 +126,7 @@ def _plain_message(index: int, given: Any) -> dict[str, Any]:
     message = _plain(given)
     if not isinstance(message, dict):
         _refuse(name, given, "a mapping with 'role' and 'content'")
+    # Some clients write absent fields as None, which many templates would print.
     message = {key: value for key, value in cast("dict[str, Any]", message).items() if value is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -132,7 +135,8 @@ def _plain_message(index: int, given: Any) -> dict[str, Any]:
         message["content"] = _plain_content(f"{name}.content", message["content"])
     elif not message.get("tool_calls"):
         _refuse(f"{name}.content", None, "a text or a list of parts (only a message with tool_calls has none)")
-    return message
+    reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain_content(name: str, content: Any) -> Any:
@@ -158,9 +162,12 @@ def _plain(value: Any) -> Any:
     """Return ``value`` rebuilt of plain JSON types, so that a template finds no method it could misuse."""
     if value is None or type(value) in (str, int, float, bool):
         return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):  # subclasses (enums …) lose their methods
-            return kind(value) if kind is not str else str.__str__(value)
+    if isinstance(value, str):  # subclasses (enums …) lose their methods
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, (list, tuple)):
@@ -172,16 +179,31 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
+def _mark_end(message: dict[str, Any]) -> None:
+    if not isinstance(message.get("content"), str):
+        _refuse("continue_final_message", True, "used where the last message has a text as its content")
+    message["content"] += CONTINUE_MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    """Return ``text`` up to the end of the last message; a template that trims contents takes the space of the mark."""
+    place = text.rfind(CONTINUE_MARK.strip())
+    if place < 0:
+        _refuse("continue_final_message", True, "used with a chat template that writes the last message out")
+    was_trimmed = not text.startswith(CONTINUE_MARK, place)
+    return text[:place].rstrip() if was_trimmed else text[:place]
+
+
 # ------------------------------------------------------------------------------------------------------ templates
 def _compile(source: str, model: str) -> jinja2.Template:
     import jinja2
 
-    environment = _environment()
     try:
-        return environment.from_string(source)
+        return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise UnsupportedModelError(
-            f"the chat template of {model!r} is not valid: {error} (line {error.lineno}). Give `chat_template=` another one",
+            f"the chat template of {model!r} is not valid: {error} (line {error.lineno}). "
+            "Give `chat_template=` another one",
             model=model,
             feature="chat template",
         ) from error
@@ -195,8 +217,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_generation_extension(), jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    functions = cast("dict[str, Any]", environment.globals)
+    functions["raise_exception"] = _raise_exception
+    functions["strftime_now"] = _strftime_now
     return environment
 
 
@@ -204,7 +227,6 @@ def _generation_extension() -> type[Any]:
     """Return the extension that takes ``{% generation %}…{% endgeneration %}`` for its content."""
     from jinja2 import nodes
     from jinja2.ext import Extension
-    from jinja2.parser import Parser
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012 - jinja2's own way

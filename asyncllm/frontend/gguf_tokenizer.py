@@ -1,23 +1,25 @@
 """A ``tokenizer.json`` made from the tokenizer metadata of a GGUF file.
 
-Two kinds are read: ``gpt2`` (byte-level BPE, whose word split is named by ``tokenizer.ggml.pre``) and ``llama`` (SentencePiece
-BPE with byte fallback, whose merges follow from the token scores). Invariant: a word split that is not known here is an
-error, never taken for another one, since that would change ids without anybody noticing.
+Two kinds are read: ``gpt2`` (byte-level BPE, whose word split is named by ``tokenizer.ggml.pre``) and ``llama``
+(SentencePiece BPE with byte fallback, whose merges follow from the token scores). Invariant: a word split that is not
+known here is an error, never taken for another one, since that would change ids without anybody noticing.
 
-Sources: the split patterns are those of the models' own ``tokenizer.json`` files; which name means which of them, and what is
-added in front, is as llama.cpp reads the names.
+Sources: the split patterns are those of the models' own ``tokenizer.json`` files; which name means which of them, and
+what is added in front, is as llama.cpp reads the names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from asyncllm.errors import CheckpointError, UnsupportedModelError
 from asyncllm.frontend.tokenizer import BYTE_LETTERS, SPACE_MARK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["PRE_TOKENIZERS", "tokenizer_json"]
 
@@ -130,8 +132,9 @@ class _Vocabulary:
     def special(self, name: str) -> str | None:
         """Return the spelling of special token ``name`` (``bos``, ``unknown`` …)."""
         token_id = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        known = isinstance(token_id, int) and 0 <= token_id < len(self.tokens)
-        return self.tokens[token_id] if known else None
+        if isinstance(token_id, int) and 0 <= token_id < len(self.tokens):
+            return self.tokens[token_id]
+        return None
 
     def added_tokens(self) -> list[dict[str, Any]]:
         """Return control and user-defined tokens, which are matched in the text before anything else."""
@@ -194,7 +197,7 @@ def _byte_level(file: _Vocabulary) -> dict[str, Any]:
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
             "type": "BPE",
-            "vocab": _in_byte_letters(file),
+            "vocab": _byte_vocab(file),
             "merges": merges,
             "ignore_merges": pre.ignore_merges,
         },
@@ -210,10 +213,9 @@ def _pre_tokenizer(file: _Vocabulary) -> PreTokenizer:
     return known
 
 
-def _in_byte_letters(file: _Vocabulary) -> dict[str, int]:
-    """Return the vocabulary; ordinary tokens that are not in byte letters could never be met and keep their spelling."""
-    missing = [letter for letter in BYTE_LETTERS if letter not in file.vocab]
-    if len(missing) == len(BYTE_LETTERS):
+def _byte_vocab(file: _Vocabulary) -> dict[str, int]:
+    """Return the vocabulary, which has to have some of the 256 byte tokens."""
+    if file.vocab.keys().isdisjoint(BYTE_LETTERS):
         raise file.damaged("is called gpt2 but has none of the 256 byte tokens")
     return file.vocab
 
@@ -292,7 +294,8 @@ def _merges_by_score(file: _Vocabulary, tokens: list[str], vocab: dict[str, int]
 
 def _unsupported(source: str, why: str, feature: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"the tokenizer of {source!r} cannot be built: {why}. Give `tokenizer=` a folder with the model's tokenizer.json",
+        f"the tokenizer of {source!r} cannot be built: {why}. "
+        "Give `tokenizer=` a folder with the model's tokenizer.json",
         model=source,
         feature=feature,
     )

@@ -1,7 +1,8 @@
 """A prompt and :class:`SamplingParams` to engine requests; everything that can be wrong with a request is found here.
 
-Limits come from the checkpoint until the engine has told the true ones (:meth:`InputProcessor.set_info`). No I/O; encoding a long
-text takes CPU time, so a loop calls :meth:`InputProcessor.process` in a thread where :meth:`InputProcessor.is_long` says so.
+Limits come from the checkpoint until the engine has told the true ones (:meth:`InputProcessor.set_info`). No I/O;
+encoding a long text takes CPU time, so a loop calls :meth:`InputProcessor.process` in a thread where
+:meth:`InputProcessor.is_long` says so.
 
 The rules, in one place:
 
@@ -20,9 +21,9 @@ import itertools
 import operator
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError
 from asyncllm.frontend.chat_template import ChatTemplate
@@ -108,7 +109,7 @@ class InputProcessor:
         """Return whether :meth:`process` takes so long that an event loop should call it in a thread. O(1)."""
         if isinstance(prompt, str):
             return self._tokenizer.is_long(prompt) and not self._cannot_fit(prompt)
-        return isinstance(prompt, Sequence) and LONG_PROMPT_IDS <= len(cast("Sequence[object]", prompt))
+        return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
 
     def render_chat(
         self,
@@ -169,46 +170,43 @@ class InputProcessor:
             if not prompt:
                 _refuse("prompt", "", "a text that is not empty", "prompt is empty")
             if self._cannot_fit(prompt):
-                limit = self.max_prompt_len
-                raise PromptTooLongError(
-                    f"prompt has {len(prompt)} characters, at least {self._tokenizer.min_num_tokens(len(prompt))} tokens; "
-                    f"the longest prompt has {limit} (max_model_len {limit + 1} less one output token)",
-                    parameter="prompt",
-                    value=len(prompt),
-                    limit=limit,
-                )
+                num_tokens = self._tokenizer.min_num_tokens(len(prompt))
+                raise self._too_long(f"{len(prompt)} characters, which are at least {num_tokens} tokens", num_tokens)
             return self._tokenizer.encode(prompt, add_special_tokens)
         return _plain_ids(prompt)
 
     def _cannot_fit(self, text: str) -> bool:
         return self._tokenizer.min_num_tokens(len(text)) > self.max_prompt_len
 
+    def _too_long(self, length: str, num_tokens: int) -> PromptTooLongError:
+        limit = self.max_prompt_len
+        return PromptTooLongError(
+            f"prompt has {length}; the longest prompt has {limit} (max_model_len {limit + 1} less one output token)",
+            parameter="prompt",
+            value=num_tokens,
+            limit=limit,
+        )
+
     def _check_prompt(self, ids: list[int]) -> None:
         limits = self._limits
         if not ids:
             _refuse("prompt", 0, "at least one token", "prompt has no tokens")
         if len(ids) > self.max_prompt_len:
-            raise PromptTooLongError(
-                f"prompt has {len(ids)} tokens; the longest prompt has {self.max_prompt_len} "
-                f"(max_model_len {limits.max_model_len} less one output token)",
-                parameter="prompt",
-                value=len(ids),
-                limit=self.max_prompt_len,
-            )
+            raise self._too_long(f"{len(ids)} tokens", len(ids))
         if min(ids) < 0 or max(ids) >= limits.vocab_size:
             index = next(index for index, token_id in enumerate(ids) if not 0 <= token_id < limits.vocab_size)
             self._refuse_id(f"prompt[{index}]", ids[index])
         if limits.num_kv_tokens is not None and len(ids) + 1 > limits.num_kv_tokens:
-            num_blocks = limits.num_kv_tokens // limits.block_size
+            num_needed, num_blocks = -(-(len(ids) + 1) // limits.block_size), limits.num_kv_tokens // limits.block_size
             raise RequestTooLargeError(
-                f"prompt has {len(ids)} tokens; with one output token it needs "
-                f"{-(-(len(ids) + 1) // limits.block_size)} KV blocks of {limits.block_size} tokens, the engine has {num_blocks}",
+                f"prompt has {len(ids)} tokens; with one output token it needs {num_needed} KV blocks of "
+                f"{limits.block_size} tokens, the engine has {num_blocks}",
                 parameter="prompt",
                 value=len(ids),
                 limit=limits.num_kv_tokens - 1,
             )
 
-    def _refuse_id(self, parameter: str, token_id: int) -> None:
+    def _refuse_id(self, parameter: str, token_id: int) -> NoReturn:
         limit = f"a token id in 0 … {self._limits.vocab_size - 1}"
         _refuse(parameter, token_id, limit, f"{parameter} is {token_id}")
 
@@ -300,13 +298,10 @@ def _plain_ids(prompt: Any) -> list[int]:
 
     :raises InvalidParameterError: it is no sequence of integers; names the first bad index.
     """
-    if (
-        isinstance(prompt, (bytes, bytearray, memoryview))
-        or not isinstance(prompt, Iterable)
-        or hasattr(prompt, "items")
-    ):
-        _refuse("prompt", _shown(prompt), "a text or token ids", f"prompt is a {type(prompt).__name__}")
-    ids: list[Any] = list(cast("Iterable[Any]", prompt))
+    if isinstance(prompt, (bytes, bytearray, memoryview, Mapping)) or not isinstance(prompt, Iterable):
+        kind = type(cast("object", prompt)).__name__
+        _refuse("prompt", _shown(cast("object", prompt)), "a text or token ids", f"prompt is a {kind}")
+    ids = list(cast("Iterable[Any]", prompt))
     if set(map(type, ids)) <= {int}:
         return ids
     for index, token_id in enumerate(ids):
@@ -324,5 +319,5 @@ def _shown(value: Any) -> str | int | float | bool:
     return value if isinstance(value, (str, int, float, bool)) else repr(value)[:200]
 
 
-def _refuse(parameter: str, value: str | int | float | bool, limit: str, what: str) -> None:
+def _refuse(parameter: str, value: str | int | float | bool, limit: str, what: str) -> NoReturn:
     raise InvalidParameterError(f"{what}; it must be {limit}", parameter=parameter, value=value, limit=limit)

@@ -1,8 +1,8 @@
 """Columns of candidate tokens to :class:`asyncllm.outputs.TokenLogprobs`, with the text of each candidate.
 
-A candidate's text is what it would add at its place: with the bytes of an unfinished character before it, without an unfinished
-one at its end. So it never ends in U+FFFD, and is empty where a token is nothing but a part of a character. Special tokens
-are shown as they are spelled, also where the output leaves them out.
+A candidate's text is what it would add at its place: with the bytes of an unfinished character before it, without an
+unfinished one at its end. So it never ends in U+FFFD, and is empty where a token is nothing but a part of a character.
+Special tokens are shown as they are spelled, also where the output leaves them out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LogprobQueue:
 
 
 class PromptLogprobs:
-    """Candidates at each prompt position, as their parts arrive; ``None`` stands at the first, which nothing predicts."""
+    """Candidates at each prompt position, as they arrive; ``None`` stands at the first, which nothing predicts."""
 
     def __init__(self, prompt_token_ids: list[int], peek: TextOf, push: Callable[[int], object]) -> None:
         """``peek`` and ``push`` are those of a decoder of the prompt's own, at its start."""

@@ -1,7 +1,7 @@
 """Text to token ids and back, over the ``tokenizers`` library.
 
-Here: loading (``tokenizer.json``, or built from GGUF metadata by :mod:`asyncllm.frontend.gguf_tokenizer`), encoding, one-shot
-decoding, and the tables that make streaming decoding O(1). Not here: the state of one stream
+Here: loading (``tokenizer.json``, or built from GGUF metadata by :mod:`asyncllm.frontend.gguf_tokenizer`), encoding,
+one-shot decoding, and the tables that make streaming decoding O(1). Not here: the state of one stream
 (:mod:`asyncllm.frontend.detokenizer`).
 
 Invariant: for every tokenizer, the texts of a stream joined equal :meth:`Tokenizer.decode` of its ids.
@@ -10,7 +10,6 @@ Invariant: for every tokenizer, the texts of a stream joined equal :meth:`Tokeni
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,8 @@ import msgspec
 from asyncllm.errors import CheckpointError, InvalidParameterError, ModelNotFoundError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import tokenizers
 
     from asyncllm.checkpoint import Checkpoint
@@ -44,19 +45,13 @@ class DecodeStyle(enum.Enum):
 
 
 class ByteFallbackRules(msgspec.Struct, frozen=True):
-    """What a SentencePiece-like decoder does to token texts: replacements in each, then spaces cut off the whole's front."""
+    """What a SentencePiece-like decoder does: replacements in each token, then spaces cut off the whole's front."""
 
     replacements: tuple[tuple[str, str], ...] = ()
     has_byte_tokens: bool = True
     strip_start: int = 0
     drop_first_mark: bool = False
     """The first token loses its ``▁`` altogether (the Metaspace decoder)."""
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-    special: bool = False
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -224,7 +219,7 @@ class Tokenizer:
         """
         if self.style is not DecodeStyle.BYTE_FALLBACK:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        from asyncllm.frontend.detokenizer import make_decoder
+        from asyncllm.frontend.decoders import make_decoder
 
         decoder = make_decoder(self, skip_special_tokens)
         parts = [decoder.push(token_id) for token_id in ids]
