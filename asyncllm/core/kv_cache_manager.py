@@ -24,6 +24,7 @@ from asyncllm.core.block_pool import BlockPool
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from asyncllm.config import CacheConfig
     from asyncllm.core.request import Request
 
 __all__ = ["KVCacheManager"]
@@ -32,17 +33,10 @@ __all__ = ["KVCacheManager"]
 class KVCacheManager:
     """Gives blocks to requests and takes them back."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        enable_prefix_caching: bool = True,
-        hash_function: HashFunction = hash_block,
-    ) -> None:
+    def __init__(self, config: CacheConfig, num_blocks: int, hash_function: HashFunction = hash_block) -> None:
         self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        self.block_size = config.block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
         self._hash_function = hash_function
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -68,7 +62,7 @@ class KVCacheManager:
         request.block_ids = cached + pool.allocate(num_new)
         request.num_computed_tokens = len(cached) * self.block_size
         request.num_cached_blocks = len(cached)
-        request.parent = parent
+        request.cache_parent = parent
         return True
 
     def append_block(self, request: Request) -> list[int]:
@@ -87,10 +81,10 @@ class KVCacheManager:
         if not self.enable_prefix_caching or num_full <= request.num_cached_blocks:
             return
         for index in range(request.num_cached_blocks, num_full):
-            if request.parent is None:  # a clash cut the chain: what follows could not be found
+            if request.cache_parent is None:  # a clash cut the chain: what follows could not be found
                 break
             key = self._block_key(request, index)
-            request.parent = self.pool.cache(request.block_ids[index], key, request.parent)
+            request.cache_parent = self.pool.cache(request.block_ids[index], key, request.cache_parent)
         request.num_cached_blocks = num_full
 
     def free(self, request: Request) -> None:

@@ -2,20 +2,20 @@
 
 Not here: text, sampling state, anything of the worker. Plain mutable state, owned by the engine's busy-loop thread.
 
-              admit: a slot, blocks for all its tokens
-    WAITING ───────────────────────────────────────────► RUNNING ──────► FINISHED
-       ▲  │                                              │     stop token, length, failed row,
-       └──┼───── preempt: slot and blocks given back ────┘     abort, finish
-          └────────────────────────────────────────────────────────────► FINISHED   (abort, finish)
+               admit: slot, blocks
+    WAITING ◄──────────────────────► RUNNING ──── stop, length, failed row ───┐
+       │    preempt: both taken back    │                                     ▼
+       └────────── abort, finish ───────┴──────── abort, finish ────────► FINISHED
 
-``parked`` is a flag beside the status: a parked request stays where it is (a running one keeps its slot and blocks) but
-takes part in nothing until it is unparked.
+``parked`` is a flag beside it: a parked request keeps its status, and a running one its slot and blocks, but it is out
+of the queue and of all steps until it is unparked.
 
-    token_ids   | prompt ............................ | output ............ |
-                0          num_computed_tokens    num_prompt_tokens    num_tokens
-                | KV exists or is being computed | to be scheduled          |
+    0                        num_prompt_tokens        num_tokens
+    ├──────── prompt ────────────────┼────── output ───────┤
+    ├──── computed, or in a scheduled step ────┼─ to come ─┤
+    0                                 num_computed_tokens
 
-Invariant: ``0 <= num_computed_tokens <= num_tokens``; equal means that the next token is still on its way.
+Invariant: ``0 <= num_computed_tokens <= num_tokens``; equal while the next token is on its way.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from asyncllm.errors import InvalidParameterError, PromptTooLongError, RequestError, RequestTooLargeError
+from asyncllm.wire.step import NewRequest
 
 if TYPE_CHECKING:
     from asyncllm.core.block_hash import BlockKey, ExtraKeys
@@ -55,6 +56,7 @@ class Request:
         "block_ids",
         "block_keys",
         "border",
+        "cache_parent",
         "extra_keys",
         "max_num_tokens",
         "num_cached_blocks",
@@ -65,7 +67,6 @@ class Request:
         "num_prompt_logprobs_sent",
         "num_prompt_tokens",
         "num_tokens",
-        "parent",
         "parked",
         "priority",
         "request_id",
@@ -84,8 +85,8 @@ class Request:
         *,
         priority: int,
         arrival: int,
-        eos_token_ids: frozenset[int],
         max_num_tokens: int,
+        eos_token_ids: frozenset[int],
     ) -> None:
         sampling = message.sampling
         self.request_id = message.request_id
@@ -93,42 +94,47 @@ class Request:
         self.priority = priority
         self.urgency = (priority, arrival)
 
-        self.token_ids = list(
-            message.prompt_token_ids
-        )  # a copy: it grows, and in-process the front end holds the original
-        self.num_tokens = len(self.token_ids)  # kept beside the list: read by every step
+        self.token_ids = list(message.prompt_token_ids)  # a copy: it grows, and the front end may hold the original
+        self.num_tokens = len(self.token_ids)  # beside the list, since every step reads it
         self.num_prompt_tokens = self.num_tokens
         self.num_computed_tokens = 0
-        self.max_num_tokens = max_num_tokens
+        self.max_num_tokens = min(self.num_tokens + sampling.max_tokens, max_num_tokens)
         eos = frozenset[int]() if sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
 
         self.status = RequestStatus.WAITING
         self.parked = False
         self.slot = -1  # row of the worker's batch while running
-        self.since_step = NEVER  # results of earlier steps belong to a life before a preemption: dropped
+        self.since_step = NEVER  # results of earlier steps belong to a life before a preemption, and are dropped
 
         self.block_ids: list[int] = []
-        self.border = 0  # up to this many tokens a step only counts; beyond, it needs a block. 0: still prefilling
+        self.border = 0  # up to so many tokens a step only counts on, beyond it takes a block; 0: not caught up yet
         self.extra_keys: ExtraKeys = () if message.cache_salt is None else (("salt", message.cache_salt),)
         self.block_keys: list[BlockKey] = []  # of its first full blocks; computed once, kept over preemptions
-        self.num_cached_blocks = 0  # leading blocks whose content the prefix cache was told of
-        self.parent: ExtraKeys | int | None = self.extra_keys  # what the next of them follows (see block_pool)
+        self.num_cached_blocks = 0  # leading blocks that the prefix cache was told of
+        self.cache_parent: ExtraKeys | int | None = self.extra_keys  # what the next of them follows; see CachedBlock
 
         self.num_cached_tokens = 0  # prompt tokens that the first admission found in the prefix cache
         self.num_preemptions = 0
-        self.num_prompt_logprobs = 0  # prompt positions reported by the worker since admission …
-        self.num_prompt_logprobs_sent = 0  # … and ever sent on: a preemption must not repeat them
+        self.num_prompt_logprobs = 0  # prompt positions that the worker reported since admission …
+        self.num_prompt_logprobs_sent = 0  # … and those sent on ever: a preemption must not repeat them
 
     @property
     def num_output_tokens(self) -> int:
         """Return the number of tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
 
-    def append_token(self, token_id: int) -> None:
-        """Add a sampled token. (The scheduler's loop does the same inline.)"""
-        self.token_ids.append(token_id)
-        self.num_tokens += 1
+    def to_worker(self) -> NewRequest:
+        """Return what the worker has to know of a request that was just admitted; it shares nothing with this."""
+        return NewRequest(
+            self.slot,
+            self.request_id,
+            self.token_ids.copy(),
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.block_ids.copy(),
+            self.sampling,
+        )
 
     def __repr__(self) -> str:
         return (

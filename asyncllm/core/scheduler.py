@@ -38,7 +38,7 @@ from asyncllm.wire.messages import (
     LogprobRows,
     SchedulerStats,
 )
-from asyncllm.wire.step import ModelRunnerOutput, NewRequest, SchedulerOutput
+from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -67,12 +67,7 @@ class Scheduler:
     ) -> None:
         options = config.scheduler
         self.max_model_len = max_model_len
-        self.kv = KVCacheManager(
-            num_blocks,
-            config.cache.block_size,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            hash_function=hash_function,
-        )
+        self.kv = KVCacheManager(config.cache, num_blocks, hash_function)
         self.paused = False
         """While set, :meth:`schedule` returns ``None``."""
         self.requests: dict[int, Request] = {}
@@ -101,41 +96,32 @@ class Scheduler:
 
         :raises DuplicateRequestError: a live request has this id.
         """
-        if message.request_id in self.requests:
-            raise DuplicateRequestError(
-                f"request {message.request_id} is still running", request_id=str(message.request_id)
-            )
-        pool, block_size = self.kv.pool, self.kv.block_size
-        refusal = why_refused(
-            message, max_model_len=self.max_model_len, num_blocks=pool.num_blocks, block_size=block_size
-        )
+        request_id = message.request_id
+        if request_id in self.requests:
+            raise DuplicateRequestError(f"request {request_id} is still running", request_id=str(request_id))
+        num_blocks, block_size = self.kv.pool.num_blocks, self.kv.block_size
+        refusal = why_refused(message, max_model_len=self.max_model_len, num_blocks=num_blocks, block_size=block_size)
         if refusal is not None:
-            error = _describe(refusal)
-            self._finished.append(FinishedRequest(message.request_id, EngineFinishReason.ERROR, error=error))
+            self._finished.append(FinishedRequest(request_id, EngineFinishReason.ERROR, error=_describe(refusal)))
             return
         self._num_arrivals += 1
         request = Request(
             message,
             priority=message.priority if self._has_classes else 0,
             arrival=self._num_arrivals,
+            max_num_tokens=min(self.max_model_len, num_blocks * block_size + 1),  # the last token needs no KV
             eos_token_ids=self._eos_token_ids,
-            # The last token is never computed, so it needs no block.
-            max_num_tokens=min(
-                len(message.prompt_token_ids) + message.sampling.max_tokens,
-                self.max_model_len,
-                pool.num_blocks * block_size + 1,
-            ),
         )
-        self.requests[request.request_id] = request
+        self.requests[request_id] = request
         self.waiting.add(request)
 
     def abort_requests(self, request_ids: Iterable[int]) -> None:
         """Drop requests and free what they hold at once; unknown ids are ignored, nothing is answered."""
-        self._end_all([self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests])
+        self._end_all(self._live(request_ids))
 
     def finish_requests(self, request_ids: Iterable[int]) -> None:
         """Like :meth:`abort_requests`, but answer each with reason ABORT (see :meth:`take_outputs`)."""
-        ended = [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
+        ended = self._live(request_ids)
         for request in ended:
             self._report(request, EngineFinishReason.ABORT)
         self._end_all(ended)
@@ -145,23 +131,23 @@ class Scheduler:
 
         A parked request keeps its slot and blocks until somebody else needs them.
         """
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is None or request.parked == parked:
+        for request in self._live(request_ids):
+            if request.parked == parked:
                 continue
             request.parked = parked
+            is_running = request.status is RequestStatus.RUNNING
             if parked:
-                self.parked[request_id] = request
-                if request.status is RequestStatus.RUNNING:
-                    self.running.remove(request)
-                else:
-                    self.waiting.remove(request)
+                self.parked[request.request_id] = request
+                (self.running if is_running else self.waiting).remove(request)
+                continue
+            del self.parked[request.request_id]
+            if is_running:
+                insort(self.running, request, key=_urgency)
             else:
-                del self.parked[request_id]
-                if request.status is RequestStatus.RUNNING:
-                    insort(self.running, request, key=_urgency)
-                else:
-                    self.waiting.add(request)
+                self.waiting.add(request)
+
+    def _live(self, request_ids: Iterable[int]) -> list[Request]:
+        return [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
 
     # --------------------------------------------------------------------------------------------------------- the step
     def schedule(self) -> SchedulerOutput | None:
@@ -202,7 +188,7 @@ class Scheduler:
                     budget -= self._schedule_chunk(request, step, rows, budget)
                     continue
                 if not self._append_block(request, step):
-                    break  # it was the last, and had to make room itself
+                    break  # it was the last, and made room itself
             elif num_tokens == request.num_computed_tokens:
                 continue  # its sample has not come back
             request.num_computed_tokens = num_tokens  # one more: what was sampled last
@@ -235,7 +221,7 @@ class Scheduler:
         return num_new
 
     def _append_block(self, request: Request, step: SchedulerOutput) -> bool:
-        """Give a running request its next block, preempting others if need be; ``False`` if it was preempted itself."""
+        """Give a running request its next block; parked and less urgent ones make room, ``False`` if it had to."""
         while not self.kv.pool.num_free_blocks:
             victim = self._parked_victim() or self.running.pop()
             self._preempt(victim)
@@ -263,33 +249,20 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.since_step = step.step_id
+        step.new_requests.append(request.to_worker())
         self._count_admission(request)
-        step.new_requests.append(
-            NewRequest(
-                request.slot,
-                request.request_id,
-                request.token_ids.copy(),
-                request.num_prompt_tokens,
-                request.num_computed_tokens,
-                request.block_ids.copy(),
-                request.sampling,
-            )
-        )
         return True
 
     def _count_admission(self, request: Request) -> None:
-        is_first = not request.num_preemptions
-        if is_first:
-            request.num_cached_tokens = request.num_computed_tokens
-        if not self.kv.reads_cache(request):
-            return
         counters = self._counters
-        if is_first:
-            counters.prefix_queries += request.num_tokens
-            counters.prefix_hits += request.num_computed_tokens
-        else:
-            counters.resume_queries += request.num_tokens
+        num_queried = request.num_tokens if self.kv.reads_cache(request) else 0
+        if request.num_preemptions:
+            counters.resume_queries += num_queried
             counters.resume_hits += request.num_computed_tokens
+        else:
+            counters.prefix_queries += num_queried
+            counters.prefix_hits += request.num_computed_tokens
+            request.num_cached_tokens = request.num_computed_tokens
 
     def _parked_victim(self) -> Request | None:
         """Return the least urgent parked request that holds a slot and blocks."""
@@ -320,15 +293,13 @@ class Scheduler:
         add_request_id, add_token_id = result.request_ids.append, result.token_ids.append
         for request, token_id in zip(rows, output.token_ids, strict=True):
             if token_id < 0 or request.since_step > step_id:
-                continue  # still prefilling, or ended or preempted while the step was out
+                continue  # not caught up; or ended or preempted while the step was out
             request.token_ids.append(token_id)
             request.num_tokens += 1
             add_request_id(request.request_id)
             add_token_id(token_id)
-            if (
-                request.num_tokens >= request.max_num_tokens or token_id in request.stop_token_ids
-            ) and self._report_if_done(request, token_id):
-                ended.append(request)
+            if request.num_tokens >= request.max_num_tokens or token_id in request.stop_token_ids:
+                ended += self._report_if_done(request, token_id)
         self._end_all(ended)
         self._counters.num_generated_tokens += len(result.token_ids)
         result.finished, self._finished = self._finished, []
@@ -342,28 +313,26 @@ class Scheduler:
         finished, self._finished = self._finished, []
         return EngineCoreOutputs(finished=finished, stats=self.stats())
 
-    def _report_if_done(self, request: Request, token_id: int) -> bool:
-        """Report the end of a request that its newest token completes; ``False`` if it goes on (``min_tokens``)."""
+    def _report_if_done(self, request: Request, token_id: int) -> list[Request]:
+        """Report the end of a request that its newest token completes, and return it; nothing before ``min_tokens``."""
         sampling = request.sampling
         if token_id in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
             is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
-            self._report(request, EngineFinishReason.STOP, stop_token_id=None if is_eos else token_id)
+            self._report(request, EngineFinishReason.STOP, None if is_eos else token_id)
         elif request.num_tokens >= request.max_num_tokens:
             self._report(request, EngineFinishReason.LENGTH)
         else:
-            return False
-        return True
+            return []
+        return [request]
 
     def _fail_rows(self, step: SchedulerOutput, rows: list[Request], failed: dict[int, str]) -> None:
         """End the requests whose rows have no valid result, and let nobody reuse what they computed."""
         slot_to_request = dict(zip(step.slots, rows, strict=True))
         ended = [r for slot in failed if (r := slot_to_request[slot]).since_step <= step.step_id]
         for request in ended:
-            reason = failed[request.slot]
-            error = RequestFailedError(
-                f"the engine failed on this request: {reason}", request_id=str(request.request_id)
-            )
-            self._report(request, EngineFinishReason.ERROR, error=_describe(error))
+            message = f"the engine failed on this request: {failed[request.slot]}"
+            error = _describe(RequestFailedError(message, request_id=str(request.request_id)))
+            self._report(request, EngineFinishReason.ERROR, error=error)
             self.kv.discard(request)
         self._end_all(ended)
 
@@ -371,13 +340,11 @@ class Scheduler:
         self, step: SchedulerOutput, rows: list[Request], output: ModelRunnerOutput, result: EngineCoreOutputs
     ) -> None:
         """Key logprobs by request instead of slot; prompt positions that were sent before a preemption are left out."""
-        slot_to_request = dict(zip(step.slots, rows, strict=True))
-        for slot, logprobs in output.logprobs.items():
-            if (request := slot_to_request[slot]).since_step <= step.step_id:
-                result.logprobs[request.request_id] = logprobs
-        for slot, logprobs in output.prompt_logprobs.items():
-            if (request := slot_to_request[slot]).since_step > step.step_id:
-                continue
+        slot_to_request = {s: r for s, r in zip(step.slots, rows, strict=True) if r.since_step <= step.step_id}
+        for slot in output.logprobs.keys() & slot_to_request.keys():
+            result.logprobs[slot_to_request[slot].request_id] = output.logprobs[slot]
+        for slot in output.prompt_logprobs.keys() & slot_to_request.keys():
+            request, logprobs = slot_to_request[slot], output.prompt_logprobs[slot]
             num_known = request.num_prompt_logprobs_sent - request.num_prompt_logprobs
             request.num_prompt_logprobs += len(logprobs.token_ids) // logprobs.width
             if request.num_prompt_logprobs > request.num_prompt_logprobs_sent:
@@ -386,40 +353,28 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------- the end of requests
     def _report(
-        self,
-        request: Request,
-        reason: EngineFinishReason,
-        *,
-        stop_token_id: int | None = None,
-        error: ErrorInfo | None = None,
+        self, request: Request, reason: EngineFinishReason, stop_id: int | None = None, error: ErrorInfo | None = None
     ) -> None:
-        self._finished.append(
-            FinishedRequest(
-                request.request_id,
-                reason,
-                stop_token_id,
-                request.num_cached_tokens,
-                request.num_preemptions,
-                error,
-            )
-        )
+        num_cached, num_preemptions = request.num_cached_tokens, request.num_preemptions
+        self._finished.append(FinishedRequest(request.request_id, reason, stop_id, num_cached, num_preemptions, error))
 
     def _end_all(self, ended: Sequence[Request]) -> None:
-        """Forget live requests and free what they hold; O(running + ended)."""
-        if not ended:
-            return
+        """Forget live requests and free what they hold; O(ended), and once O(running) if any of them is."""
+        was_running = False
         for request in ended:
             if request.status is RequestStatus.RUNNING:
+                was_running = True
                 self._release(request)
             elif not request.parked:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED
             del self.requests[request.request_id]
             self.parked.pop(request.request_id, None)
-        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+        if was_running:
+            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def _release(self, request: Request) -> None:
-        """Take back slot and blocks; results that are still out are dropped when they come."""
+        """Take back slot and blocks; results that are still out will be dropped."""
         self.kv.free(request)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
@@ -454,9 +409,8 @@ class Scheduler:
         ``reset_running``: preempt those first; they go on later and compute everything again.
         """
         if reset_running:
-            for request in [*self.running, *self.parked.values()]:
-                if request.status is RequestStatus.RUNNING:
-                    self._preempt(request)
+            for request in [r for r in self.requests.values() if r.status is RequestStatus.RUNNING]:
+                self._preempt(request)
             self.running = []
         return self.kv.reset_prefix_cache()
 
