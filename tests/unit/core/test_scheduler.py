@@ -1,4 +1,4 @@
-"""The scheduler with a fake worker: what each step holds, and how requests end. Case ids are those of the case lists."""
+"""The scheduler with a fake worker: what a step holds, and how requests end; case ids are those of the case lists."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_r05_failure_and_logprobs_of_a_request_that_ended_are_dropped():
     engine.launch()
     engine.scheduler.abort_requests([a, b])
     outputs = engine.land()
-    assert not (outputs.request_ids or outputs.finished or outputs.logprobs or outputs.prompt_logprobs)
+    assert not any((outputs.request_ids, outputs.finished, outputs.logprobs, outputs.prompt_logprobs))
     engine.assert_empty()
 
 
@@ -647,5 +647,5 @@ def test_b73_nothing_is_left():
     engine.run()
     engine.assert_empty()
     scheduler = engine.scheduler
-    assert not (scheduler.running or scheduler.parked or scheduler.waiting or scheduler._step_to_rows)
+    assert not any((scheduler.running, scheduler.parked, scheduler.waiting, scheduler._step_to_rows))
     assert scheduler.stats().num_generated_tokens == sum(map(len, engine.tokens.values()))
