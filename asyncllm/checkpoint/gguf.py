@@ -54,13 +54,11 @@ GGML_TYPES = {
     6: GGMLType("Q5_0", 32, 22),
     7: GGMLType("Q5_1", 32, 24),
     8: GGMLType("Q8_0", 32, 34),
-    9: GGMLType("Q8_1", 32, 36),
     10: GGMLType("Q2_K", 256, 84),
     11: GGMLType("Q3_K", 256, 110),
     12: GGMLType("Q4_K", 256, 144),
     13: GGMLType("Q5_K", 256, 176),
     14: GGMLType("Q6_K", 256, 210),
-    15: GGMLType("Q8_K", 256, 292),
     16: GGMLType("IQ2_XXS", 256, 66),
     17: GGMLType("IQ2_XS", 256, 74),
     18: GGMLType("IQ3_XXS", 256, 98),
@@ -80,7 +78,7 @@ GGML_TYPES = {
     35: GGMLType("TQ2_0", 256, 66),
     39: GGMLType("MXFP4", 32, 17),
 }
-"""Every tensor type by its number in the file; which of them can be dequantized is the loader's knowledge."""
+"""Every tensor type that files hold, by its number there; which of them we read is the loader's knowledge."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ def test_an_unknown_tensor_type_is_unsupported(path: Path) -> None:
     place = raw.index(name) + len(name) + 4 + 2 * 8
     raw[place : place + 4] = struct.pack("<I", 250)
     path.write_bytes(raw)
-    with pytest.raises(UnsupportedModelError, match="token_embd.weight.* unknown type 250"):
+    with pytest.raises(UnsupportedModelError, match=r"'token_embd\.weight'.* unknown type 250"):
         GGUFFile(path)
 
 
