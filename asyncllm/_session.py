@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -30,6 +31,37 @@ __all__ = ["Session"]
 
 logger = logging.getLogger("asyncllm")
 
+MAX_BURST_S = 0.005
+"""How long requests that are checked and sent in the loop may keep its other tasks waiting."""
+
+
+class Pace:
+    """Spreads a burst of requests over time: half of it goes to them, half to the other tasks of the loop.
+
+    A bucket: what was spent leaks out at half the speed of the clock, and who finds more than ``MAX_BURST_S`` in it
+    waits. Without it a thousand ``generate`` calls gathered at once are tokenized in a single turn of the loop.
+    """
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._at = 0.0
+        self._gate = anyio.Lock()
+
+    def spend(self, began: float) -> None:
+        """Note that a request took from ``began`` (by ``time.perf_counter``) until now."""
+        now = time.perf_counter()
+        self._spent_s = max(0.0, self._spent_s - (began - self._at) / 2) + now - began
+        self._at = now
+
+    async def wait(self) -> None:
+        """Wait for a turn; returns at once outside of bursts."""
+        if self._spent_s <= MAX_BURST_S and not self._gate.locked():
+            return
+        async with self._gate:
+            too_much_s = self._spent_s - (time.perf_counter() - self._at) / 2 - MAX_BURST_S
+            if too_much_s > 0:
+                await anyio.sleep(2 * too_much_s)
+
 
 class Session:
     """A started engine. Methods belong to the thread of :attr:`event_loop` unless they say otherwise."""
@@ -47,6 +79,7 @@ class Session:
         self.death: EngineDeadError | None = None
         self.is_closed = False
         self._reader: _Reader | None = None
+        self.pace = Pace()
         self._idle: anyio.Event | None = None  # set when the table gets empty, while somebody drains
 
     # --------------------------------------------------------------------------------------------- the loop it lives on
@@ -68,6 +101,7 @@ class Session:
             self._leave_loop()
         loop = self.event_loop = current_event_loop()
         self._reader = _Reader(self, loop)
+        self.pace = Pace()
         return loop
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -205,8 +206,11 @@ class AsyncLLM:
     ) -> Completion:
         """Return the whole completion of ``prompt``; arguments and errors as for :meth:`stream`.
 
-        Cancelling it aborts the request in the same tick.
+        Cancelling it aborts the request in the same tick. Of many that are gathered at once, each waits for its turn
+        to be tokenized, so that the other tasks of the loop go on.
         """
+        if self._session is not None:
+            await self._session.pace.wait()
         stream = self.stream(
             prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt, **sampling
         )
@@ -244,7 +248,9 @@ class AsyncLLM:
         inbox = self._claim(request_id, request.params.n)
         if session is None or not session.is_bound_here or request.is_long(session.inputs):
             return TokenStream(inbox, lambda: self._admit(request, inbox), self)
+        began = time.perf_counter()
         session.submit(request.process(session.inputs, inbox.request_id), inbox)
+        session.pace.spend(began)
         return TokenStream(inbox, None, self)
 
     def _claim(self, request_id: str | None, num_samples: int) -> StreamInbox:
@@ -273,7 +279,10 @@ class AsyncLLM:
                 request.process, session.inputs, inbox.request_id, abandon_on_cancel=True
             )
         else:
+            await session.pace.wait()
+            began = time.perf_counter()
             processed = request.process(session.inputs, inbox.request_id)
+            session.pace.spend(began)
         if not inbox.is_over:  # cancelled from elsewhere meanwhile
             session.submit(processed, inbox)
 
