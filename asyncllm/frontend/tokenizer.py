@@ -20,8 +20,6 @@ from asyncllm.errors import CheckpointError, InvalidParameterError, ModelNotFoun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import tokenizers
-
     from asyncllm.checkpoint import Checkpoint
     from asyncllm.config import EngineConfig
 
@@ -92,7 +90,7 @@ class Tokenizer:
     """A tokenizer; safe to use from several threads."""
 
     def __init__(self, content: bytes, tokenizer_config: dict[str, Any], *, source: str = "") -> None:
-        """Build it from the bytes of a ``tokenizer.json``.
+        """Build it from the bytes of a ``tokenizer.json``; ``tokenizer_config`` names the special tokens.
 
         :raises CheckpointError: the library refuses the content.
         """
@@ -107,7 +105,6 @@ class Tokenizer:
             ) from error
         self._backend.no_padding()
         self._backend.no_truncation()
-        _apply_bos_rule(self._backend, tokenizer_config)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
@@ -116,6 +113,7 @@ class Tokenizer:
         self.eos_token_id = self._special_id(tokenizer_config, "eos_token")
         self.max_token_chars = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         self._shrinks_text = _shrinks_text(file.normalizer)
+        self._has_every_byte = self.style is DecodeStyle.BYTE_LEVEL or self.rules.has_byte_tokens
         self._tables = {skip: TokenTable(self, skip) for skip in (False, True)}
 
     @classmethod
@@ -156,11 +154,7 @@ class Tokenizer:
     def _from_gguf(cls, metadata: Any, tokenizer_config: dict[str, Any], source: str) -> Tokenizer:
         from asyncllm.frontend.gguf_tokenizer import tokenizer_json
 
-        # The post-processor written there says what is added; the flags say the same once more.
-        config = {
-            key: value for key, value in tokenizer_config.items() if key not in ("add_bos_token", "add_eos_token")
-        }
-        return cls(tokenizer_json(metadata, source), config, source=source)
+        return cls(tokenizer_json(metadata, source), tokenizer_config, source=source)
 
     @classmethod
     def _from_folder(cls, folder: Path, tokenizer_config: dict[str, Any], source: str) -> Tokenizer:
@@ -187,6 +181,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``; ``add_special_tokens`` adds what the model's tokenizer adds (BOS …).
 
+        What is added is the post-processor's word in ``tokenizer.json``, as in transformers 5; ``add_bos_token`` of
+        ``tokenizer_config.json`` is not read where there is such a file.
         A long text (:meth:`is_long`) is encoded without the GIL: other threads run on. The library keeps native worker
         threads from then on.
 
@@ -201,11 +197,14 @@ class Tokenizer:
             raise
 
     def min_num_tokens(self, num_chars: int) -> int:
-        """Return how many tokens a text of ``num_chars`` characters has at the very least; O(1), never too high.
+        """Return how many tokens a text of ``num_chars`` characters has at the very least; O(1).
 
-        No token spans more than ``max_token_chars`` characters. Normalizers that can drop or join characters make the
-        bound sixteen times looser.
+        No token spans more than ``max_token_chars`` characters; a text may have fewer tokens only where the vocabulary
+        lacks its characters altogether. Normalizers that can drop or join characters make the bound sixteen times
+        looser, and tokenizers that make one unknown token of any number of characters have none.
         """
+        if not self._has_every_byte:
+            return 1
         per_token = self.max_token_chars * (16 if self._shrinks_text else 1)
         return -(-num_chars // per_token)
 
@@ -323,7 +322,7 @@ def _replaced(token: str, replacements: tuple[tuple[str, str], ...]) -> str:
 
 # --------------------------------------------------------------------------------------- reading tokenizer.json
 def _decode_style(decoder: dict[str, Any] | None) -> tuple[DecodeStyle, ByteFallbackRules]:
-    general = DecodeStyle.GENERAL, ByteFallbackRules()
+    general = DecodeStyle.GENERAL, ByteFallbackRules(has_byte_tokens=False)
     if decoder is None:
         return general
     steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -373,39 +372,6 @@ def _shrinks_text(normalizer: dict[str, Any] | None) -> bool:
     if normalizer["type"] == "Replace":
         return len(normalizer["pattern"].get("String", "..")) > len(normalizer["content"])
     return normalizer["type"] != "Prepend"
-
-
-def _apply_bos_rule(backend: tokenizers.Tokenizer, tokenizer_config: dict[str, Any]) -> None:
-    """Follow ``add_bos_token`` / ``add_eos_token`` where the configuration has one, as transformers 5 does.
-
-    Without such a key the post-processor of ``tokenizer.json`` stands as it is.
-    """
-    keys = [key for key in ("add_bos_token", "add_eos_token") if isinstance(tokenizer_config.get(key), bool)]
-    if not keys:
-        return
-    from tokenizers.processors import TemplateProcessing
-
-    special: list[tuple[str, int]] = []
-    bos, eos = "", ""
-    if tokenizer_config.get("add_bos_token") and (text := _token_text(tokenizer_config.get("bos_token"))):
-        special.append((text, _known_id(backend, text)))
-        bos = f"{text}:0 "
-    if tokenizer_config.get("add_eos_token") and (text := _token_text(tokenizer_config.get("eos_token"))):
-        special.append((text, _known_id(backend, text)))
-        eos = f" {text}:0"
-    backend.post_processor = TemplateProcessing(
-        single=f"{bos}$A:0{eos}", pair=f"{bos}$A:0{eos} $B:1", special_tokens=special
-    )
-
-
-def _known_id(backend: tokenizers.Tokenizer, token: str) -> int:
-    token_id = backend.token_to_id(token)
-    if token_id is None:
-        raise CheckpointError(
-            f"tokenizer_config.json names the token {token!r}, which tokenizer.json does not have",
-            file="tokenizer_config.json",
-        )
-    return token_id
 
 
 def _token_text(value: Any) -> str | None:
