@@ -31,11 +31,11 @@ Int64 = npt.NDArray[np.int64]
 
 MAX_TILE_QUERIES = 256  # bounds the mask of a tile, and lets early tiles of a prompt skip the keys after them
 MAX_PADDED_QUERIES = 64  # tiles up to here are padded to a power of two and share groups; longer ones keep their length
-FINE_TOKENS = 256  # contexts up to here are padded to a power of two of blocks, longer ones to a multiple of this
+PADDING_STEPS = 8  # padded numbers of blocks between two powers of two: at most an eighth of a gather is padding
 QUERY_PADDING: Int64 = np.arange(MAX_TILE_QUERIES + 1)  # padded number of queries by true number
 QUERY_PADDING[1 : MAX_PADDED_QUERIES + 1] = [1 << (n - 1).bit_length() for n in range(1, MAX_PADDED_QUERIES + 1)]
 ZERO, MINUS_INFINITY = np.float32(0.0), np.float32(-np.inf)
-GATHER_BYTES = 4 << 20  # most gathered keys and values of a group: stays in a core's share of the last-level cache
+GATHER_BYTES = 8 << 20  # most gathered keys and values of a group: stays in a core's share of the last-level cache
 
 
 @dataclass(slots=True)
@@ -251,11 +251,12 @@ class CpuAttention(AttentionBackend):
         """Return the padded number of blocks of each tile, from a table that grows with the longest context seen."""
         longest = int(num_blocks.max())
         if longest >= len(self._padded_blocks):
-            size = self.spec.block_size
-            fine, coarse = max(1, FINE_TOKENS // size), max(1, FINE_TOKENS // size)
-            counts = np.arange(2 * longest + 1)
-            powers = 1 << np.ceil(np.log2(np.maximum(counts, 1))).astype(np.int64)
-            self._padded_blocks = np.where(counts <= fine, powers, -(-counts // coarse) * coarse)
+            table = np.arange(2 * longest + 1)
+            for power in (1 << bit for bit in range(PADDING_STEPS.bit_length() - 1, int(longest).bit_length() + 1)):
+                step = power // PADDING_STEPS * 2
+                between = slice(power + 1, 2 * power + 1)
+                table[between] = -(-table[between] // step) * step
+            self._padded_blocks = table
         return self._padded_blocks[num_blocks]
 
 
@@ -298,7 +299,7 @@ def _places(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return (gather, scatter, kept) of a :class:`Group`."""
     places = tiles.first_token[:, None] + offsets
-    true = np.less(np.arange(offsets.shape[1]), tiles.num_queries[:, None])
+    true = np.less(np.arange(int(offsets.shape[1])), tiles.num_queries[:, None])
     whole = places.size == num_batch_tokens  # all true, and in order unless groups were reordered
     if whole and true.all() and (len(places) == 1 or (np.diff(places.ravel()) == 1).all()):
         return None, None, None

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from asyncllm.attention.base import AttentionBackend, FlatBatch
+from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch
 
 __all__ = ["ReferenceAttention"]
 
@@ -22,6 +22,13 @@ class ReferenceAttention(AttentionBackend):
     """Attention by the formula, softmax in float32."""
 
     name: ClassVar[str] = "reference"
+
+    @classmethod
+    def why_not(cls, spec: AttentionSpec) -> str | None:
+        """Return why this backend cannot serve ``spec``: it needs whole groups of query heads."""
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} key/value heads"
+        return None
 
     def bytes_per_block(self) -> int:
         """Return the memory of one block over all layers."""
