@@ -46,8 +46,8 @@ def hf_cache_dir() -> Path:
 def engine_environment(python_path: Sequence[str]) -> dict[str, str]:
     """Return the environment of an engine process that imports from ``python_path``, in that order.
 
-    The caller's own ``PYTHONPATH`` travels beside it, for :func:`restore_pythonpath`. ``OMP_WAIT_POLICY`` is ``passive``
-    unless the user has set it.
+    The caller's own ``PYTHONPATH`` travels beside it, for :func:`restore_pythonpath`. ``OMP_WAIT_POLICY`` is
+    ``passive`` unless the user has set it.
     """
     environment = dict(os.environ)
     environment[OUTER_PYTHONPATH] = environment.get("PYTHONPATH", "")
