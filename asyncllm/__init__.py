@@ -1,19 +1,105 @@
 """Run large language models inside your own asyncio or trio application.
 
-Public names are resolved on first use, so that ``import asyncllm`` loads neither torch nor transformers.
+    async with AsyncLLM("path/to/model") as llm:
+        async for token in llm.stream("The capital of France is", max_tokens=32):
+            print(token, end="")
+
+Public names are resolved on first use, so that ``import asyncllm`` loads next to nothing, and never torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncllm.async_llm import AsyncLLM, run
     from asyncllm.config import EngineConfig
-    from asyncllm.errors import *  # noqa: F403
+    from asyncllm.errors import (
+        AsyncLLMError,
+        CheckpointError,
+        ConfigError,
+        DuplicateRequestError,
+        EngineDeadError,
+        EngineError,
+        EngineStartError,
+        EngineStartTimeoutError,
+        InsufficientMemoryError,
+        InvalidParameterError,
+        ModelError,
+        ModelNotFoundError,
+        PromptTooLongError,
+        RequestError,
+        RequestFailedError,
+        RequestTooLargeError,
+        UnsupportedModelError,
+        UsageError,
+        UtilityError,
+    )
     from asyncllm.llm import LLM
-    from asyncllm.llm_engine import LLMEngine
+    from asyncllm.llm_engine import LLMEngine, RequestOutput
     from asyncllm.outputs import Completion, FinishReason, Logprob, TokenDelta, TokenLogprobs, Usage
     from asyncllm.sampling_params import SamplingParams
     from asyncllm.token_stream import TokenStream
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "AsyncLLMError",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "DuplicateRequestError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStartError",
+    "EngineStartTimeoutError",
+    "FinishReason",
+    "InsufficientMemoryError",
+    "InvalidParameterError",
+    "LLMEngine",
+    "Logprob",
+    "ModelError",
+    "ModelNotFoundError",
+    "PromptTooLongError",
+    "RequestError",
+    "RequestFailedError",
+    "RequestOutput",
+    "RequestTooLargeError",
+    "SamplingParams",
+    "TokenDelta",
+    "TokenLogprobs",
+    "TokenStream",
+    "UnsupportedModelError",
+    "Usage",
+    "UsageError",
+    "UtilityError",
+    "run",
+]
+
+_MODULE_TO_NAMES = {
+    "async_llm": ("AsyncLLM", "run"),
+    "config": ("EngineConfig",),
+    "llm": ("LLM",),
+    "llm_engine": ("LLMEngine", "RequestOutput"),
+    "outputs": ("Completion", "FinishReason", "Logprob", "TokenDelta", "TokenLogprobs", "Usage"),
+    "sampling_params": ("SamplingParams",),
+    "token_stream": ("TokenStream",),
+}
+_NAME_TO_MODULE = {name: module for module, names in _MODULE_TO_NAMES.items() for name in names}
+
+logging.getLogger("asyncllm").addHandler(logging.NullHandler())  # silent unless the application asks
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'asyncllm' has no attribute {name!r}")
+    module = importlib.import_module("asyncllm." + _NAME_TO_MODULE.get(name, "errors"))
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,7 @@
 
     AsyncLLMError
     ├── ConfigError (ValueError)               an engine option is wrong
-    ├── UsageError (RuntimeError)              the API was called in a way that cannot work (closed engine, wrong event loop)
+    ├── UsageError (RuntimeError)              a call that cannot work (closed engine, second event loop)
     ├── ModelError                             the checkpoint cannot be used
     │   ├── ModelNotFoundError                 nothing there
     │   ├── UnsupportedModelError              architecture, tokenizer or weight format that we do not run
@@ -13,7 +13,7 @@
     │   ├── RequestTooLargeError               can never fit the KV blocks of this engine
     │   └── DuplicateRequestError              a live request has this id
     ├── RequestFailedError                     the engine accepted this request, then failed on it alone
-    ├── UtilityError (RuntimeError)            a call into the engine (``collective_rpc``, ``reset_prefix_cache`` …) failed there
+    ├── UtilityError (RuntimeError)            a call into the engine (``collective_rpc`` …) failed there
     └── EngineError (RuntimeError)
         ├── EngineStartError                   the engine never became ready
         │   ├── EngineStartTimeoutError        … within ``startup_timeout_s``
@@ -27,7 +27,7 @@ Invariant: an error keeps its type, message and fields across a process border (
 from __future__ import annotations
 
 import traceback
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -67,7 +67,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
 class AsyncLLMError(Exception):
     """Base of every error this package raises on purpose.
 
-    ``fields`` names the attributes that a subclass carries; each is a keyword of the constructor, ``None`` if not given.
+    ``fields`` names the attributes that a subclass carries; each is a keyword of the constructor, else ``None``.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
@@ -93,12 +93,20 @@ class AsyncLLMError(Exception):
             _format_traceback(self),
         )
 
+    def fresh(self) -> Self:
+        """Return a copy to be raised: one object raised in many tasks would collect all their tracebacks."""
+        copy = type(self)(self.message, **{name: getattr(self, name) for name in self.fields})
+        copy.__cause__ = self.__cause__
+        for note in getattr(self, "__notes__", ()):
+            copy.add_note(note)
+        return copy
+
     @staticmethod
     def from_info(info: ErrorInfo, otherwise: type[AsyncLLMError] | None = None) -> AsyncLLMError:
         """Return the error that ``info`` describes; the remote traceback becomes a note.
 
-        An unknown ``kind`` (an exception that is not ours) becomes ``otherwise`` (default :class:`UtilityError`) with the
-        original class name in its message.
+        An unknown ``kind`` (an exception that is not ours) becomes ``otherwise`` (default :class:`UtilityError`)
+        with the original class name in its message.
         """
         known = _error_classes().get(info.kind)
         if known is None:
@@ -234,7 +242,7 @@ class EngineStartTimeoutError(EngineStartError):
 
 
 class InsufficientMemoryError(EngineStartError):
-    """Memory does not hold the KV blocks of one request of ``max_model_len``; ``max_model_len_fit`` is what would fit."""
+    """Memory does not hold one request of ``max_model_len``; ``max_model_len_fit`` is what would fit."""
 
     fields = ("phase", "exit_code", "log_tail", "max_model_len_fit", "needed_bytes", "available_bytes")
     max_model_len_fit: int | None

@@ -17,7 +17,7 @@ class FinishReason(enum.StrEnum):
     """Why a sample ended."""
 
     STOP = "stop"
-    """End-of-sequence token, a stop string or a stop token; ``stop_reason`` says which one (``None``: end of sequence)."""
+    """End of sequence, a stop string or a stop token; ``stop_reason`` says which (``None``: end of sequence)."""
     LENGTH = "length"
     """``max_tokens`` or the model's context (or, alone in the engine, its KV blocks) is used up."""
     ABORT = "abort"
@@ -45,8 +45,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True, gc=False):
     """What a request cost.
 
-    ``prompt_tokens`` counts the prompt once (also for n > 1), ``cached_tokens`` is the part of it that was taken from the
-    prefix cache, ``completion_tokens`` is summed over samples. Times are in seconds from submission, by the caller's clock.
+    ``prompt_tokens`` counts the prompt once (also for n > 1), ``cached_tokens`` is the part of it that was taken from
+    the prefix cache, ``completion_tokens`` is summed over samples. Times are in seconds from submission, by the
+    caller's clock.
     """
 
     prompt_tokens: int

@@ -7,6 +7,7 @@ context) are checked by :class:`asyncllm.frontend.input_processor.InputProcessor
 from __future__ import annotations
 
 import math
+from typing import NoReturn, cast
 
 import msgspec
 
@@ -46,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: list[int] | None = None
     """Only these ids can be drawn."""
     seed: int | None = None
-    """0 … 2**64-1. The draw at output position i depends only on (seed, sample index, i). ``None``: a fresh random seed."""
+    """0 … 2**64-1. The draw at output position i depends only on (seed, sample index, i). ``None``: a random one."""
     max_tokens: int | None = None
     """Most tokens to generate per sample; ``None``: up to the end of the context."""
     min_tokens: int = 0
@@ -96,9 +97,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def _check_stop(self) -> None:
-        if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
-            _refuse("stop", self.stop, "a string or a list of strings")
-        for text in self.stop_strings:
+        stop = cast("object", self.stop)  # callers without a type checker pass anything
+        if stop is not None and not isinstance(stop, (str, list, tuple)):
+            _refuse("stop", stop, "a string or a list of strings")
+        texts: list[object] = list(self.stop_strings)
+        for text in texts:
             if not isinstance(text, str) or not text:
                 _refuse("stop", text, "non-empty strings")
         if self.stop_strings and not self.detokenize:
@@ -106,24 +109,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_ids(self) -> None:
         for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
+            ids: object = getattr(self, name)
             if ids is None:
                 continue
             if not isinstance(ids, (list, tuple)):
                 _refuse(name, ids, "a list of token ids")
-            for token_id in ids:
+            for token_id in cast("list[object]", ids):
                 _integer(name, token_id, 0, None)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _refuse("allowed_token_ids", [], "at least one token id")
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                _refuse("logit_bias", self.logit_bias, "a dict of token id to bias")
-            for token_id, bias in self.logit_bias.items():
+        biases = cast("object", self.logit_bias)
+        if biases is not None:
+            if not isinstance(biases, dict):
+                _refuse("logit_bias", biases, "a dict of token id to bias")
+            for token_id, bias in cast("dict[object, object]", biases).items():
                 _integer("logit_bias", token_id, 0, None)
                 _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
 
-def _refuse(parameter: str, value: object, limit: str) -> None:
+def _refuse(parameter: str, value: object, limit: str) -> NoReturn:
     shown = value if isinstance(value, (str, int, float, bool)) else repr(value)[:200]
     raise InvalidParameterError(
         f"{parameter} is {shown!r}; it must be {limit}", parameter=parameter, value=shown, limit=limit
@@ -145,5 +149,5 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
     limit = f"a finite number in {bracket}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         _refuse(name, value, limit)
-    elif value < low or value > high or (open_low and value == low):
+    if not low <= value <= high or (open_low and value == low):
         _refuse(name, value, limit)

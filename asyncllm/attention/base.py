@@ -1,7 +1,8 @@
 """The one attention seam: a flat batch of new tokens attends over paged KV blocks.
 
 Letters: ``T`` new tokens of the step, ``B`` rows (requests), ``H`` query heads, ``KV`` key/value heads, ``D`` head dim,
-``N`` blocks, ``S`` block size. Prefill, chunked prefill and decode are one case: row b has ``query_lens[b]`` new tokens at
+``N`` blocks, ``S`` block size.
+Prefill, chunked prefill and decode are one case: row b has ``query_lens[b]`` new tokens at
 the end of its ``seq_lens[b]`` tokens, and each attends causally to all before it and itself.
 
 Order in a layer: :meth:`AttentionBackend.write_kv` puts the new keys and values into their slots, then
@@ -76,9 +77,16 @@ class AttentionBackend(ABC):
     def allocate(self, num_blocks: int) -> list[KVCache]:
         """Return one cache per layer of ``num_blocks`` blocks each, the null block 0 included."""
 
+    def scrub(self, caches: list[KVCache], block_ids: list[int]) -> None:  # noqa: B027
+        """Make every number in these blocks finite, after a request whose numbers were not.
+
+        Needed where a backend multiplies tokens past the end of a row by zero, which does not silence a NaN; one that
+        never reads past the end does nothing.
+        """
+
     @abstractmethod
     def plan(self, batch: FlatBatch) -> Any:
-        """Return what :meth:`write_kv` and :meth:`forward` of every layer need for this step; computed once per step."""
+        """Return what :meth:`write_kv` and :meth:`forward` need in every layer; computed once per step."""
 
     @abstractmethod
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:

@@ -7,12 +7,20 @@ differs: :class:`InprocClient` steps the engine itself, :class:`SyncMPClient` bl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from asyncllm.wire.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-__all__ = ["EngineCoreClient", "SyncEngineCoreClient"]
+    from asyncllm.client.async_mp import AsyncMPClient
+    from asyncllm.config import EngineConfig
+    from asyncllm.wire.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
+
+__all__ = ["EngineCoreClient", "ReportStartup", "SyncEngineCoreClient"]
+
+ReportStartup = Callable[[str, float | None], None]
+"""``report(phase, fraction)``: a phase of the start-up begins, or has come this far. Called by the starting thread."""
 
 
 class EngineCoreClient(ABC):
@@ -20,6 +28,31 @@ class EngineCoreClient(ABC):
 
     info: EngineInfo
     """What the engine found out while starting; set once it is ready."""
+
+    @overload
+    @staticmethod
+    def make_client(config: EngineConfig, mode: Literal["async"]) -> AsyncMPClient: ...
+
+    @overload
+    @staticmethod
+    def make_client(config: EngineConfig, mode: Literal["sync", "inproc"]) -> SyncEngineCoreClient: ...
+
+    @staticmethod
+    def make_client(
+        config: EngineConfig, mode: Literal["async", "sync", "inproc"]
+    ) -> AsyncMPClient | SyncEngineCoreClient:
+        """Return a client, not started: an engine process (awaited or blocked on), or the engine in this process."""
+        if mode == "async":
+            from asyncllm.client.async_mp import AsyncMPClient
+
+            return AsyncMPClient(config)
+        if mode == "sync":
+            from asyncllm.client.sync_mp import SyncMPClient
+
+            return SyncMPClient(config)
+        from asyncllm.client.inproc import InprocClient
+
+        return InprocClient(config)
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -49,15 +82,18 @@ class SyncEngineCoreClient(EngineCoreClient):
     """A client for callers without an event loop. Not thread-safe: one thread at a time."""
 
     @abstractmethod
-    def start(self) -> None:
-        """Start the engine and block until it is ready.
+    def start(self, report: ReportStartup | None = None) -> EngineInfo:
+        """Start the engine, block until it is ready, and return what it found out.
 
-        :raises EngineStartError: it did not become ready; typed errors of the engine (``ModelError`` …) come as themselves.
+        ``report(phase, fraction)`` is called as the start-up proceeds. A failure leaves nothing behind.
+
+        :raises EngineStartError: it did not become ready.
+        :raises ModelError: the checkpoint cannot be used (typed errors of the engine come as themselves).
         """
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
-        """Return the next step's outputs; blocks while requests are in flight and none is ready.
+        """Return the next step's outputs; blocks while requests are in flight, else returns empty ones at once.
 
         :raises EngineDeadError: the engine is gone.
         """

@@ -1,7 +1,7 @@
 """The border between engine core and devices: the core never knows how many workers there are, or where.
 
-An executor is created, used and shut down by the engine's busy-loop thread. No torch here: a worker's module is imported
-by its qualified name, in the worker's process.
+An executor is created, used and shut down by the engine's busy-loop thread. No torch here: a worker's module is
+imported by its qualified name, in the worker's process.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from asyncllm.config import EngineConfig
 from asyncllm.errors import ConfigError
-from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from asyncllm.config import EngineConfig
+    from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["Executor", "ExecutorInfo", "PendingStep", "ReportProgress", "resolve_class"]
 
@@ -98,6 +100,7 @@ class Executor(ABC):
     def shutdown(self) -> None:
         """End the workers and free what they hold. Idempotent; also after a failed :meth:`start`."""
 
+    @abstractmethod
     def check_health(self) -> None:
         """Return if every worker lives.
 

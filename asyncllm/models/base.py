@@ -1,20 +1,23 @@
 """What every model family gives the runner, and what it gets in a forward pass.
 
-A family is one file with modules in reading order. It is constructed from the checkpoint's ``config.json`` (a GGUF file's
-metadata is brought to the same form by :mod:`asyncllm.checkpoint`), then takes its weights by name, one at a time.
+A family is one file with modules in reading order. It is constructed from the checkpoint's ``config.json`` (a
+GGUF file's metadata is brought to the same form by :mod:`asyncllm.checkpoint`), then takes its weights by name, one
+at a time.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from asyncllm.attention.base import AttentionBackend, KVCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["CausalLM", "ForwardContext"]
 
@@ -31,8 +34,8 @@ class ForwardContext:
 class CausalLM(nn.Module, ABC):
     """A decoder-only language model over a flat batch of tokens.
 
-    After construction and :meth:`load_weights` these attributes are set: ``num_layers``, ``num_heads``, ``num_kv_heads``,
-    ``head_dim``, ``vocab_size``, ``max_position`` (longest sequence that the positions cover).
+    After construction these attributes are set: ``num_layers``, ``num_heads``, ``num_kv_heads``, ``head_dim``,
+    ``vocab_size``, ``max_position`` (longest sequence that the positions cover).
     """
 
     num_layers: int

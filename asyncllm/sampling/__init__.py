@@ -1,0 +1,1 @@
+"""From logits to tokens: adjustments, the draw by counter-based randomness, log-probabilities."""

@@ -1,8 +1,8 @@
 """Messages between the front end and the engine process.
 
-To the engine, one tagged struct per message:  ``EngineInput``.  From the engine, likewise:  ``EngineOutput``.
-A request is known by ``request_id``, an integer that the front end never uses twice; the caller's own string stays in the
-front end. One :class:`EngineCoreOutputs` per step carries the new tokens of all requests as columns.
+To the engine, one tagged struct per message: ``EngineInput``. From the engine, likewise: ``EngineOutput``.
+A request is known by ``request_id``, an integer that the front end never uses twice; the caller's own string stays in
+the front end. One :class:`EngineCoreOutputs` per step carries the new tokens of all requests as columns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class EngineFinishReason(enum.IntEnum):
-    """Why the engine ended a request (stop strings are found in the front end, which then sends ``AbortRequests``)."""
+    """Why the engine ended a request (stop strings are found in the front end, which then aborts it)."""
 
     STOP = 0
     LENGTH = 1
@@ -49,7 +49,7 @@ class EngineFinishReason(enum.IntEnum):
 
 
 class EngineSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The sampling of one sample with every default resolved. Temperature 0 is greedy; ids are within the vocabulary."""
+    """The sampling of one sample with every default resolved. Temperature 0 is greedy; ids are in the vocabulary."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -101,7 +101,7 @@ class ParkRequests(msgspec.Struct, array_like=True, tag=3):
 
 
 class UtilityCall(msgspec.Struct, array_like=True, tag=4):
-    """Call ``EngineCore.<method>(*args)`` between two steps; answered by :class:`UtilityResult` with the same ``call_id``."""
+    """Call ``EngineCore.<method>(*args)`` between two steps; the :class:`UtilityResult` has the same ``call_id``."""
 
     call_id: int
     method: str
@@ -173,6 +173,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, once per admission
     prefix_hits: int = 0
     num_parked: int = 0
+    resume_queries: int = 0  # the same two for requests that come back after a preemption
+    resume_hits: int = 0
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
@@ -211,6 +213,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=4, gc=False):
     logprobs: dict[int, LogprobRows] = {}
     prompt_logprobs: dict[int, LogprobRows] = {}
     stats: SchedulerStats | None = None
+    num_cached_tokens: dict[int, int] = {}  # of requests whose first token is in this message, where not 0
 
 
 class UtilityResult(msgspec.Struct, array_like=True, tag=5):

@@ -1,8 +1,8 @@
 """What one step tells the worker and what comes back: only the *difference* to what the worker already holds.
 
-The scheduler gives each running request a *slot*, a row of the worker's persistent batch, and keeps it until the request
-is preempted or ends. A request's data crosses once (:class:`NewRequest`, again after a preemption); later steps carry
-counters and new block ids as columns. The same structs serve in-process, between processes and over Ray.
+The scheduler gives each running request a *slot*, a row of the worker's persistent batch, and keeps it until the
+request is preempted or ends. A request's data crosses once (:class:`NewRequest`, again after a preemption); later
+steps carry counters and new block ids as columns. The same structs serve in-process, between processes and over Ray.
 
 The worker keeps ``num_computed_tokens`` and ``num_tokens`` per slot by the scheduler's own rule: a step computes
 ``num_scheduled_tokens`` more, and a row whose computed tokens reach its known tokens draws one token and appends it.
@@ -18,7 +18,7 @@ __all__ = ["ModelRunnerOutput", "NewRequest", "SchedulerOutput"]
 
 
 class NewRequest(msgspec.Struct, array_like=True, gc=False):
-    """A request that takes a slot in this step. ``token_ids``: the prompt, then what was generated before a preemption."""
+    """A request that takes a slot. ``token_ids``: the prompt, then what was generated before a preemption."""
 
     slot: int
     request_id: int
@@ -32,7 +32,7 @@ class NewRequest(msgspec.Struct, array_like=True, gc=False):
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """One step: rows ``slots[i]`` compute ``num_scheduled_tokens[i]`` tokens each.
 
-    Applied by the worker in this order: ``freed_slots``, ``new_requests``, ``block_slots``/``block_ids``, then the forward.
+    Applied by the worker in this order: ``freed_slots``, ``new_requests``, ``block_slots``/``block_ids``, the forward.
     """
 
     step_id: int
@@ -46,10 +46,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
-    """``token_ids[i]`` is the token drawn for ``SchedulerOutput.slots[i]``, -1 where that row's prefill is not complete.
+    """``token_ids[i]`` is the token drawn for ``SchedulerOutput.slots[i]``, -1 where its prefill is not complete.
 
-    ``logprobs`` and ``prompt_logprobs`` are keyed by slot, only for rows that asked. ``failed`` maps a slot to the reason
-    why that row alone has no valid token (its logits are not finite).
+    ``logprobs`` and ``prompt_logprobs`` are keyed by slot, only for rows that asked. ``failed`` maps a slot to the
+    reason why that row alone has no valid token (its logits are not finite).
     """
 
     step_id: int

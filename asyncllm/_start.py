@@ -1,0 +1,134 @@
+"""Start an engine for the async facade: the process and the caller's own side at the same time, shared by all who wait.
+
+Invariant: the start goes on while one task waits for it. When the last one is cancelled the start is cancelled too, and
+what it had begun - process, sockets, folder - is gone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+
+from asyncllm._session import Session
+from asyncllm.checkpoint import open_checkpoint
+from asyncllm.client.base import EngineCoreClient
+from asyncllm.errors import AsyncLLMError, UsageError
+from asyncllm.frontend.input_processor import InputProcessor
+from asyncllm.frontend.output_processor import OutputProcessor
+from asyncllm.frontend.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from asyncllm._event_loop import EventLoop
+    from asyncllm.checkpoint import Checkpoint
+    from asyncllm.client.async_mp import AsyncMPClient
+    from asyncllm.config import EngineConfig
+
+    ReportProgress = Callable[[str, float | None], None]
+
+__all__ = ["SharedStart", "load_frontend"]
+
+
+def load_frontend(config: EngineConfig) -> tuple[Checkpoint, Tokenizer]:
+    """Return the opened checkpoint and its tokenizer. Blocks for tens of milliseconds; safe in a thread.
+
+    :raises ModelError: the checkpoint or its tokenizer cannot be used.
+    """
+    checkpoint = open_checkpoint(config.model.model)
+    source = config.model.tokenizer
+    return checkpoint, Tokenizer.from_checkpoint(checkpoint if source is None else open_checkpoint(source))
+
+
+class SharedStart:
+    """One start-up, as a task of nobody's. Made, waited for and cancelled in one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        report: ReportProgress | None,
+        loop: EventLoop,
+    ) -> None:
+        self.event_loop = loop
+        self._config = config
+        self._report = report
+        self._done = anyio.Event()
+        self._scope = anyio.CancelScope()
+        self._num_waiting = 0
+        self._session: Session | None = None
+        self._error: BaseException | None = None
+        self._task = loop.spawn(self._run, "asyncllm start")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not, or was given up."""
+        return self._done.is_set() or self._scope.cancel_called or not self.event_loop.is_alive()
+
+    async def wait(self) -> Session:
+        """Return the session once the engine is ready.
+
+        Cancellation leaves the start to the others who wait; if there are none, it is cancelled.
+
+        :raises EngineStartError: the engine did not become ready; typed errors come as themselves.
+        :raises UsageError: it was closed while starting.
+        """
+        self._num_waiting += 1
+        try:
+            await self._done.wait()
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting == 0 and not self._done.is_set():
+                self._scope.cancel()
+        if self._session is not None:
+            return self._session
+        if isinstance(self._error, AsyncLLMError):
+            raise self._error.fresh()
+        raise self._error or UsageError("this AsyncLLM was closed while it was starting")
+
+    def cancel(self) -> None:
+        """Give the start up; whoever waits gets a :class:`UsageError`."""
+        self._scope.cancel()
+
+    async def _run(self) -> None:
+        try:
+            with self._scope:
+                self._session = await self._start()
+        except Exception as error:  # it is raised by wait()
+            self._error = error
+        finally:
+            self._done.set()
+
+    async def _start(self) -> Session:
+        client = EngineCoreClient.make_client(self._config, "async")
+        try:
+            checkpoint, tokenizer = await self._start_both(client)
+            inputs = InputProcessor(self._config, checkpoint, tokenizer)
+            inputs.set_info(client.info)
+            return Session(client, inputs, OutputProcessor(tokenizer))
+        except BaseException:
+            await client.aclose()  # shields itself; nobody waits for this task
+            raise
+
+    async def _start_both(self, client: AsyncMPClient) -> tuple[Checkpoint, Tokenizer]:
+        """Start the engine while a thread opens the checkpoint; the first failure ends both."""
+        loaded: list[tuple[Checkpoint, Tokenizer]] = []
+        failed: list[Exception] = []
+
+        async def attempt(work: Callable[[], Awaitable[object]]) -> None:
+            try:
+                await work()
+            except Exception as error:
+                failed.append(error)
+                group.cancel_scope.cancel()
+
+        async def load() -> None:
+            loaded.append(await anyio.to_thread.run_sync(load_frontend, self._config, abandon_on_cancel=True))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(attempt, load)
+            group.start_soon(attempt, lambda: client.start(self._report))
+        if failed:
+            raise failed[0]
+        return loaded[0]

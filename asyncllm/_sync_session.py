@@ -1,0 +1,104 @@
+"""One running engine as the synchronous facades see it: its client and the two processors. One thread at a time.
+
+Invariant: a request is in the output processor's table and in the engine, or in neither.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncllm.checkpoint import open_checkpoint
+from asyncllm.client.base import EngineCoreClient
+from asyncllm.errors import EngineDeadError, UsageError
+from asyncllm.frontend.input_processor import InputProcessor
+from asyncllm.frontend.output_processor import OutputProcessor
+from asyncllm.frontend.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from asyncllm.client.base import ReportStartup
+    from asyncllm.config import EngineConfig
+    from asyncllm.frontend.input_processor import ProcessedRequest
+    from asyncllm.frontend.output_processor import RequestState, Sink
+
+__all__ = ["SyncSession"]
+
+
+class SyncSession:
+    """Starts the engine and blocks until it is ready: in a process, or in this one (``in_process``).
+
+    :raises ModelError: the checkpoint cannot be used.
+    :raises EngineStartError: the engine did not become ready.
+    """
+
+    def __init__(self, config: EngineConfig, report: ReportStartup | None = None) -> None:
+        self.is_closed = False
+        self.death: EngineDeadError | None = None
+        checkpoint = open_checkpoint(config.model.model)
+        source = config.model.tokenizer
+        tokenizer = Tokenizer.from_checkpoint(checkpoint if source is None else open_checkpoint(source))
+        self.inputs = InputProcessor(config, checkpoint, tokenizer)
+        self.outputs = OutputProcessor(tokenizer)
+        self.client = EngineCoreClient.make_client(config, "inproc" if config.frontend.in_process else "sync")
+        self.inputs.set_info(self.client.start(report))
+
+    def check(self) -> None:
+        """Return if the engine can be used.
+
+        :raises EngineDeadError: it has died.
+        :raises UsageError: it was closed.
+        """
+        if self.is_closed:
+            raise UsageError("the engine is closed")
+        if self.death is not None:
+            raise self.death.fresh()
+
+    def submit(self, processed: ProcessedRequest, sink: Sink) -> None:
+        """Register the request and send it; all of it or nothing.
+
+        :raises DuplicateRequestError: a live request has its id.
+        :raises EngineDeadError: the engine is gone.
+        """
+        self.check()
+        state = self.outputs.add_request(processed, sink)
+        try:
+            for request in processed.requests:
+                self.client.add_request(request)
+        except BaseException:
+            self.abort(state, deliver=False)
+            raise
+
+    def abort(self, request: RequestState | str, *, deliver: bool) -> None:
+        """Drop a request; with ``deliver`` its sink gets what is held and the finish reason ``abort``."""
+        self.client.abort_requests(self.outputs.abort(request, deliver=deliver))
+
+    def step(self) -> None:
+        """Wait for one step's outputs and hand them to the sinks; returns at once where no request is in flight.
+
+        :raises EngineDeadError: the engine is gone; every sink was told.
+        """
+        self.check()
+        try:
+            outputs = self.client.get_output()
+        except EngineDeadError as error:
+            self.death = error
+            self.outputs.fail_all(error)
+            raise
+        self.client.abort_requests(self.outputs.process(outputs))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a utility of the engine and return its value.
+
+        :raises UtilityError: it failed there.
+        :raises EngineDeadError: the engine is gone.
+        """
+        self.check()
+        return self.client.call_utility(method, *args)
+
+    def close(self) -> None:
+        """End every request with what it holds, then the engine. Idempotent."""
+        if self.is_closed:
+            return
+        for request_id in self.outputs.request_ids:
+            self.outputs.abort(request_id, deliver=True)
+        self.is_closed = True
+        self.client.close()

@@ -1,0 +1,53 @@
+"""Choose the attention backend: a table of names; a backend's module is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from asyncllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncllm.attention.base import AttentionBackend, AttentionSpec
+
+__all__ = ["choose_backend"]
+
+NAME_TO_BACKEND = {
+    "cpu": ("asyncllm.attention.cpu", "CpuAttention"),
+    "reference": ("asyncllm.attention.reference", "ReferenceAttention"),
+}
+
+
+def choose_backend(name: str, spec: AttentionSpec, preferred: Sequence[str]) -> AttentionBackend:
+    """Return the backend called ``name``; ``auto``: the first of ``preferred`` that can serve ``spec``.
+
+    :raises ConfigError: there is no such backend, or it cannot serve ``spec``; the text says why.
+    """
+    candidates = list(preferred) if name == "auto" else [name]
+    reasons: list[str] = []
+    for candidate in candidates:
+        cls = _backend_class(candidate)
+        reason = cls.why_not(spec)
+        if reason is None:
+            return cls(spec)
+        reasons.append(f"{candidate}: {reason}")
+    raise ConfigError(
+        f"attention_backend {name!r} cannot serve this model: " + "; ".join(reasons),
+        parameter="attention_backend",
+        value=name,
+    )
+
+
+def _backend_class(name: str) -> type[AttentionBackend]:
+    if name not in NAME_TO_BACKEND:
+        known = ", ".join(repr(known) for known in ("auto", *NAME_TO_BACKEND))
+        raise ConfigError(
+            f"attention_backend is {name!r}; it must be one of {known}",
+            parameter="attention_backend",
+            value=name,
+            limit=known,
+        )
+    module, cls = NAME_TO_BACKEND[name]
+    return getattr(importlib.import_module(module), cls)

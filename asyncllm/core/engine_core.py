@@ -1,0 +1,216 @@
+"""One engine without its process: scheduler and executor, stepped by whoever owns it. No I/O, no thread, no torch.
+
+Used by one thread: the busy loop of :class:`EngineCoreProc`, or the caller of :class:`InprocClient`. Invariant: a
+request's failure is an answer to that request; an exception out of :meth:`EngineCore.step` is the engine's end.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from asyncllm.core.scheduler import Scheduler
+from asyncllm.errors import UtilityError, describe_error
+from asyncllm.executor.base import Executor, ExecutorInfo, ReportProgress
+from asyncllm.wire.messages import (
+    AbortRequests,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineFinishReason,
+    EngineInfo,
+    FinishedRequest,
+    FinishRequests,
+    ParkRequests,
+    SchedulerStats,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from asyncllm.config import EngineConfig
+
+__all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
+
+SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
+
+UTILITIES = frozenset(
+    {
+        "check_health",
+        "collective_rpc",
+        "drain",
+        "pause",
+        "reset_prefix_cache",
+        "resume",
+        "start_profile",
+        "stats",
+        "stop_profile",
+    }
+)
+"""The methods of :class:`EngineCore` that the front end may call by name."""
+
+
+class EngineCore:
+    """A started engine.
+
+    :raises ModelError: the checkpoint cannot be used.
+    :raises InsufficientMemoryError: one request of ``max_model_len`` does not fit.
+    :raises Exception: whatever else the executor raised; it is shut down then.
+    """
+
+    def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
+        self.executor = Executor.get_class(config)(config, report)
+        try:
+            found = self.executor.start()
+            self.scheduler = Scheduler(
+                config,
+                num_blocks=found.num_blocks,
+                max_model_len=found.max_model_len,
+                eos_token_ids=found.eos_token_ids,
+            )
+            self.info = _engine_info(config, found)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        self._refused: list[FinishedRequest] = []
+        self._drains: list[Future[None]] = []
+
+    # -------------------------------------------------------------------------------------------- requests and steps
+    def apply(self, message: SchedulerInput) -> None:
+        """Take in what the front end wants of the scheduler; also between the forward and the update of a step.
+
+        A request that cannot be taken in is answered with reason ERROR; nothing else is harmed.
+        """
+        if isinstance(message, EngineCoreRequest):
+            try:
+                self.scheduler.add_request(message)
+            except Exception as error:  # whatever it is, only this request is wrong
+                row = FinishedRequest(message.request_id, EngineFinishReason.ERROR, error=describe_error(error))
+                self._refused.append(row)
+        elif isinstance(message, AbortRequests):
+            self.scheduler.abort_requests(message.request_ids)
+        elif isinstance(message, FinishRequests):
+            self.scheduler.finish_requests(message.request_ids)
+        else:
+            self.scheduler.park_requests(message.request_ids, message.parked)
+
+    def step(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs | None:
+        """Run one step and return what it produced (possibly nothing yet); ``None`` if there was nothing to do.
+
+        ``take_inputs`` is called after the forward, before its results are used: what is aborted while the forward runs
+        gets no token of it.
+
+        :raises Exception: the executor failed; the engine cannot go on.
+        """
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            outputs = self.scheduler.take_outputs()
+        else:
+            result = self.executor.execute_model(scheduled).result()
+            if take_inputs is not None:
+                take_inputs()
+            outputs = self.scheduler.update_from_output(scheduled, result)
+        if self._refused:
+            outputs = outputs or EngineCoreOutputs(stats=self.scheduler.stats())
+            outputs.finished += self._refused
+            self._refused = []
+        if self._drains and not self.scheduler.has_unfinished():
+            self._finish_drains()
+        return outputs
+
+    def has_work(self) -> bool:
+        """Return whether :meth:`step` has something to do now."""
+        return bool(self._refused) or self.scheduler.has_work()
+
+    def shutdown(self) -> None:
+        """End the executor. Idempotent."""
+        for drain in self._drains:
+            drain.cancel()
+        self._drains.clear()
+        self.executor.shutdown()
+
+    # --------------------------------------------------------------------------------------------------- utilities
+    def call(self, method: str, args: Sequence[Any]) -> Any:
+        """Call a utility by name; a :class:`~concurrent.futures.Future` is an answer that comes later.
+
+        :raises UtilityError: there is no such utility.
+        :raises Exception: whatever it raised.
+        """
+        if method not in UTILITIES:
+            raise UtilityError(f"the engine has no utility {method!r}; it has {sorted(UTILITIES)}", method=method)
+        return getattr(self, method)(*args)
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's state and counters; what was sent before this call is in them."""
+        return self.scheduler.stats()
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached prefixes; ``False``, and nothing done, while requests hold blocks.
+
+        ``reset_running``: preempt those first; they go on later.
+        """
+        return self.scheduler.reset_prefix_cache(reset_running)
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Call ``method`` on every worker and return their values in rank order."""
+        return self.executor.collective_rpc(method, args, kwargs)
+
+    def start_profile(self, *args: Any) -> None:
+        """Start the profiler of every worker."""
+        self.executor.collective_rpc("start_profile", args)
+
+    def stop_profile(self) -> list[str]:
+        """Stop the profilers and return the paths of their trace files."""
+        paths: list[str] = []
+        for found in self.executor.collective_rpc("stop_profile"):
+            paths += [found] if isinstance(found, str) else found or []
+        return paths
+
+    def pause(self) -> None:
+        """Run no step until :meth:`resume`; requests are kept and taken in."""
+        self.scheduler.paused = True
+
+    def resume(self) -> None:
+        """Run steps again."""
+        self.scheduler.paused = False
+
+    def drain(self) -> Future[None]:
+        """Answer once no request is left, paused or parked ones included."""
+        drain: Future[None] = Future()
+        if self.scheduler.has_unfinished():
+            self._drains.append(drain)
+        else:
+            drain.set_result(None)
+        return drain
+
+    def check_health(self) -> None:
+        """Return if every worker lives.
+
+        :raises EngineDeadError: one does not.
+        """
+        self.executor.check_health()
+
+    def _finish_drains(self) -> None:
+        drains, self._drains = self._drains, []
+        for drain in drains:
+            drain.set_result(None)
+
+
+def _engine_info(config: EngineConfig, found: ExecutorInfo) -> EngineInfo:
+    return EngineInfo(
+        max_model_len=found.max_model_len,
+        vocab_size=found.vocab_size,
+        eos_token_ids=list(found.eos_token_ids),
+        block_size=config.cache.block_size,
+        num_blocks=found.num_blocks,
+        kv_cache_bytes=found.kv_cache_bytes,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        device=found.device,
+        dtype=found.dtype,
+        attention_backend=found.attention_backend,
+        pid=os.getpid(),
+        phase_to_seconds=dict(found.phase_to_seconds),
+    )

@@ -1,0 +1,145 @@
+"""Which blocks a request holds: the longest cached prefix, new blocks for the rest, full blocks entered in the cache.
+
+The scheduler asks here in requests and tokens; :mod:`asyncllm.core.block_pool` knows only blocks.
+
+    block_ids   | found in the cache | taken new ............................... |
+                | num_cached_blocks: told to the cache ... |  full or filling    |
+
+A block is entered in the cache when the step that fills it is *scheduled*, or a little later: a request admitted in
+the same step finds it already. That is sound because steps run in order, and within one each layer writes the keys and
+values of all rows before any row reads them (:mod:`asyncllm.attention.base`).
+
+Invariant: a block that the cache or a second request knows is never written again. A hit therefore covers whole blocks
+and leaves at least one token to compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from asyncllm.core.block_hash import BlockKey, ExtraKeys, HashFunction, hash_block, make_block_key, root_hash
+from asyncllm.core.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from asyncllm.config import CacheConfig
+    from asyncllm.core.request import Request
+
+__all__ = ["KVCacheManager"]
+
+
+class KVCacheManager:
+    """Gives blocks to requests and takes them back."""
+
+    def __init__(self, config: CacheConfig, num_blocks: int, hash_function: HashFunction = hash_block) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = config.block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self._hash_function = hash_function
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def reads_cache(self, request: Request) -> bool:
+        """Return whether a request may skip tokens; one that wants logprobs of its prompt has to compute them all."""
+        return self.enable_prefix_caching and request.sampling.prompt_logprobs < 0
+
+    # ---------------------------------------------------------------------------------------------- blocks of a request
+    def allocate(self, request: Request, headroom: int = 0) -> bool:
+        """Give a request blocks for all its tokens, a cached prefix first, if ``headroom`` more stay free after it.
+
+        Sets ``num_computed_tokens`` to what the prefix holds. ``False``, and nothing done, if too few blocks are free.
+        """
+        pool = self.pool
+        cached, parent = self._find_cached_prefix(request)
+        num_new = self.num_blocks_for(request.num_tokens) - len(cached)
+        if num_new + pool.num_free_of(cached) + headroom > pool.num_free_blocks:
+            return False
+        pool.touch(cached)  # first: what is taken new must not evict them
+        request.block_ids = cached + pool.allocate(num_new)
+        request.num_computed_tokens = len(cached) * self.block_size
+        request.num_cached_blocks = len(cached)
+        request.cache_parent = parent
+        return True
+
+    def append_block(self, request: Request) -> list[int]:
+        """Give a request whose blocks are full one block more, and return it as a list.
+
+        :raises ValueError: none is free.
+        """
+        self.cache_full_blocks(request)
+        new = self.pool.allocate(1)
+        request.block_ids += new
+        return new
+
+    def cache_full_blocks(self, request: Request) -> None:
+        """Enter in the prefix cache what the request has computed (or is computing in a scheduled step)."""
+        num_full = request.num_computed_tokens // self.block_size
+        if not self.enable_prefix_caching or num_full <= request.num_cached_blocks:
+            return
+        for index in range(request.num_cached_blocks, num_full):
+            if request.cache_parent is None:  # a clash cut the chain: what follows could not be found
+                break
+            key = self._block_key(request, index)
+            request.cache_parent = self.pool.cache(request.block_ids[index], key, request.cache_parent)
+        request.num_cached_blocks = num_full
+
+    def free(self, request: Request) -> None:
+        """Take back all blocks of a request; what it computed stays findable until its blocks are needed."""
+        self.cache_full_blocks(request)
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_cached_blocks = 0
+
+    def discard(self, request: Request) -> None:
+        """Take back all blocks of a request whose results are invalid, and let nobody find them again."""
+        for block_id in request.block_ids:
+            self.pool.evict(block_id)
+        request.num_computed_tokens = 0
+        self.free(request)
+
+    def _find_cached_prefix(self, request: Request) -> tuple[list[int], ExtraKeys | int]:
+        """Return the blocks of the longest cached prefix, and the parent of what follows them."""
+        block_ids: list[int] = []
+        parent: ExtraKeys | int = request.extra_keys
+        if self.reads_cache(request):
+            for index in range((request.num_tokens - 1) // self.block_size):  # -1: the last token is always computed
+                found = self.pool.lookup(self._block_key(request, index), parent)
+                if found is None:
+                    break
+                block_id, parent = found
+                block_ids.append(block_id)
+        return block_ids, parent
+
+    def _block_key(self, request: Request, index: int) -> BlockKey:
+        """Return the key of a full block; those before it are known."""
+        keys = request.block_keys
+        if index == len(keys):
+            start = index * self.block_size
+            parent = keys[-1].hash if keys else root_hash(request.extra_keys, self._hash_function)
+            token_ids = request.token_ids[start : start + self.block_size]
+            keys.append(make_block_key(parent, token_ids, self._hash_function))
+        return keys[index]
+
+    # -------------------------------------------------------------------------------------------------- the whole cache
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; ``False``, and nothing done, while a request holds blocks."""
+        return self.pool.reset()
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Verify that ``requests``, all that there are, hold exactly the blocks in use.
+
+        :raises AssertionError: they do not.
+        """
+        self.pool.check_integrity()
+        held = Counter[int]()
+        for request in requests:
+            assert len(set(request.block_ids)) == len(request.block_ids), f"{request} holds a block twice"
+            assert request.num_computed_tokens <= len(request.block_ids) * self.block_size, f"{request} lacks blocks"
+            held.update(request.block_ids)
+        for block_id in range(self.pool.num_blocks + 1):
+            assert self.pool.ref_count(block_id) == held[block_id], f"use count of block {block_id} is wrong"

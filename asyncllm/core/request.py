@@ -1,0 +1,165 @@
+"""A request as the scheduler sees it: its tokens, how far they are computed, and what it holds.
+
+Not here: text, sampling state, anything of the worker. Plain mutable state, owned by the engine's busy-loop thread.
+
+               admit: slot, blocks
+    WAITING ◄──────────────────────► RUNNING ──── stop, length, failed row ───┐
+       │    preempt: both taken back    │                                     ▼
+       └────────── abort, finish ───────┴──────── abort, finish ────────► FINISHED
+
+``parked`` is a flag beside it: a parked request keeps its status, and a running one its slot and blocks, but it is out
+of the queue and of all steps until it is unparked.
+
+    0                        num_prompt_tokens        num_tokens
+    ├──────── prompt ────────────────┼────── output ───────┤
+    ├──── computed, or in a scheduled step ────┼─ to come ─┤
+    0                                 num_computed_tokens
+
+Invariant: ``0 <= num_computed_tokens <= num_tokens``; equal while the next token is on its way.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from typing import TYPE_CHECKING
+
+from asyncllm.errors import InvalidParameterError, PromptTooLongError, RequestError, RequestTooLargeError
+from asyncllm.wire.step import NewRequest
+
+if TYPE_CHECKING:
+    from asyncllm.core.block_hash import BlockKey, ExtraKeys
+    from asyncllm.wire.messages import EngineCoreRequest
+
+__all__ = ["NEVER", "Request", "RequestStatus", "why_refused"]
+
+NEVER = sys.maxsize
+"""A step id that is never reached."""
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is; see the drawing above."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """One sample being generated.
+
+    ``urgency`` is the total order of all requests: priority class, then arrival; the smallest is served first.
+    ``max_num_tokens`` bounds prompt plus output, ``stop_token_ids`` holds every id that ends it, EOS included.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "block_keys",
+        "border",
+        "cache_parent",
+        "extra_keys",
+        "max_num_tokens",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_logprobs_sent",
+        "num_prompt_tokens",
+        "num_tokens",
+        "parked",
+        "priority",
+        "request_id",
+        "sampling",
+        "since_step",
+        "slot",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+        "urgency",
+    )
+
+    def __init__(
+        self,
+        message: EngineCoreRequest,
+        *,
+        priority: int,
+        arrival: int,
+        max_num_tokens: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        sampling = message.sampling
+        self.request_id = message.request_id
+        self.sampling = sampling
+        self.priority = priority
+        self.urgency = (priority, arrival)
+
+        self.token_ids = list(message.prompt_token_ids)  # a copy: it grows, and the front end may hold the original
+        self.num_tokens = len(self.token_ids)  # beside the list, since every step reads it
+        self.num_prompt_tokens = self.num_tokens
+        self.num_computed_tokens = 0
+        self.max_num_tokens = min(self.num_tokens + sampling.max_tokens, max_num_tokens)
+        eos = frozenset[int]() if sampling.ignore_eos else eos_token_ids
+        self.stop_token_ids = eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
+
+        self.status = RequestStatus.WAITING
+        self.parked = False
+        self.slot = -1  # row of the worker's batch while running
+        self.since_step = NEVER  # results of earlier steps belong to a life before a preemption, and are dropped
+
+        self.block_ids: list[int] = []
+        self.border = 0  # up to so many tokens a step only counts on, beyond it takes a block; 0: not caught up yet
+        self.extra_keys: ExtraKeys = () if message.cache_salt is None else (("salt", message.cache_salt),)
+        self.block_keys: list[BlockKey] = []  # of its first full blocks; computed once, kept over preemptions
+        self.num_cached_blocks = 0  # leading blocks that the prefix cache was told of
+        self.cache_parent: ExtraKeys | int | None = self.extra_keys  # what the next of them follows; see CachedBlock
+
+        self.num_cached_tokens = 0  # prompt tokens that the first admission found in the prefix cache
+        self.num_preemptions = 0
+        self.num_prompt_logprobs = 0  # prompt positions that the worker reported since admission …
+        self.num_prompt_logprobs_sent = 0  # … and those sent on ever: a preemption must not repeat them
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Return the number of tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    def to_worker(self) -> NewRequest:
+        """Return what the worker has to know of a request that was just admitted; it shares nothing with this."""
+        return NewRequest(
+            self.slot,
+            self.request_id,
+            self.token_ids.copy(),
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.block_ids.copy(),
+            self.sampling,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.name}{' parked' if self.parked else ''}, "
+            f"computed {self.num_computed_tokens} of {self.num_tokens}, {len(self.block_ids)} blocks, slot {self.slot})"
+        )
+
+
+def why_refused(
+    message: EngineCoreRequest, *, max_model_len: int, num_blocks: int, block_size: int
+) -> RequestError | None:
+    """Return why a request could not make one token even with the engine to itself; ``None`` if it could."""
+    num_tokens = len(message.prompt_token_ids)
+    num_blocks_needed = -(-num_tokens // block_size)
+    if not num_tokens:
+        kind, limit, reason = InvalidParameterError, 1, "the prompt is empty"
+    elif num_tokens >= max_model_len:
+        kind, limit = PromptTooLongError, max_model_len - 1
+        reason = f"the prompt has {num_tokens} tokens; with one output token it must fit max_model_len {max_model_len}"
+    elif num_blocks_needed > num_blocks:
+        kind, limit = RequestTooLargeError, num_blocks * block_size
+        reason = (
+            f"the prompt of {num_tokens} tokens needs {num_blocks_needed} KV blocks of {block_size} tokens; "
+            f"the engine has {num_blocks} ({limit} tokens)"
+        )
+    else:
+        return None
+    return kind(reason, parameter="prompt", value=num_tokens, limit=limit, request_id=str(message.request_id))

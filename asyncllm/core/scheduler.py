@@ -1,0 +1,446 @@
+"""What the next step computes, and what came of the last one. Pure: no I/O, no clock, no thread, no torch.
+
+The one rule: each request's computed tokens catch up with its known tokens, under one token budget per step. There
+is no prefill and no decode phase; a chunked prefill is a request that catches up over several steps.
+
+One order decides everything, ``Request.urgency``: priority class, then arrival (``fcfs`` is a single class). Running
+requests are served in it and preempted from its end; waiting ones are admitted from its front, and a preempted request
+waits at its own place. So the most urgent request always gets on, and two never take blocks from each other in turn.
+
+Admission gives a request a *slot* (a row of the worker's batch) and blocks for all its tokens, and leaves one block
+free for each running request. So a prefill never stalls half-way, a running request needs at most one block per step,
+and none is preempted in the step that admits it.
+
+``schedule`` moves the state to where it will be once the step has run; ``update_from_output`` adds the sampled tokens.
+Several steps may be out at once: a request whose sample has not come back has nothing to schedule, and results for a
+request that ended or was preempted meanwhile are dropped.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import insort
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from asyncllm.core.block_hash import HashFunction, hash_block
+from asyncllm.core.kv_cache_manager import KVCacheManager
+from asyncllm.core.request import NEVER, Request, RequestStatus, why_refused
+from asyncllm.core.request_queue import RequestQueue
+from asyncllm.errors import AsyncLLMError, DuplicateRequestError, ErrorInfo, RequestFailedError
+from asyncllm.wire.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineFinishReason,
+    FinishedRequest,
+    LogprobRows,
+    SchedulerStats,
+)
+from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from asyncllm.config import EngineConfig
+
+__all__ = ["Scheduler"]
+
+_urgency = attrgetter("urgency")
+
+
+class Scheduler:
+    """Owns all live requests and the KV blocks of one engine. Used by the busy-loop thread alone.
+
+    ``num_blocks`` counts the usable blocks, ``max_model_len`` bounds prompt plus output in tokens.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
+        hash_function: HashFunction = hash_block,
+    ) -> None:
+        options = config.scheduler
+        self.max_model_len = max_model_len
+        self.kv = KVCacheManager(config.cache, num_blocks, hash_function)
+        self.paused = False
+        """While set, :meth:`schedule` returns ``None``."""
+        self.requests: dict[int, Request] = {}
+        """Every live request, by id."""
+        self.waiting = RequestQueue()
+        self.running: list[Request] = []
+        """Those with a slot, in order of urgency, without the parked ones."""
+        self.parked: dict[int, Request] = {}
+
+        self._max_num_batched_tokens = options.max_num_batched_tokens
+        self._max_chunk = options.long_prefill_token_threshold or sys.maxsize
+        self._has_classes = options.policy == "priority"
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_num_seqs = options.max_num_seqs
+        self._free_slots = list(reversed(range(options.max_num_seqs)))
+        self._freed_slots: list[int] = []  # since the last step; the worker does not know yet
+        self._step_id = 0
+        self._num_arrivals = 0
+        self._step_to_rows: dict[int, list[Request]] = {}  # steps that are out: who stands behind each row
+        self._finished: list[FinishedRequest] = []  # not yet reported
+        self._counters = SchedulerStats()
+
+    # ----------------------------------------------------------------------------------------- what the front end sends
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request; one that can never run is answered with reason ERROR instead (see :meth:`take_outputs`).
+
+        :raises DuplicateRequestError: a live request has this id.
+        """
+        request_id = message.request_id
+        if request_id in self.requests:
+            raise DuplicateRequestError(f"request {request_id} is still running", request_id=str(request_id))
+        num_blocks, block_size = self.kv.pool.num_blocks, self.kv.block_size
+        refusal = why_refused(message, max_model_len=self.max_model_len, num_blocks=num_blocks, block_size=block_size)
+        if refusal is not None:
+            self._finished.append(FinishedRequest(request_id, EngineFinishReason.ERROR, error=_describe(refusal)))
+            return
+        self._num_arrivals += 1
+        request = Request(
+            message,
+            priority=message.priority if self._has_classes else 0,
+            arrival=self._num_arrivals,
+            max_num_tokens=min(self.max_model_len, num_blocks * block_size + 1),  # the last token needs no KV
+            eos_token_ids=self._eos_token_ids,
+        )
+        self.requests[request_id] = request
+        self.waiting.add(request)
+
+    def abort_requests(self, request_ids: Iterable[int]) -> None:
+        """Drop requests and free what they hold at once; unknown ids are ignored, nothing is answered."""
+        self._end_all(self._live(request_ids))
+
+    def finish_requests(self, request_ids: Iterable[int]) -> None:
+        """Like :meth:`abort_requests`, but answer each with reason ABORT (see :meth:`take_outputs`)."""
+        ended = self._live(request_ids)
+        for request in ended:
+            self._report(request, EngineFinishReason.ABORT)
+        self._end_all(ended)
+
+    def park_requests(self, request_ids: Iterable[int], parked: bool) -> None:
+        """Leave requests out of steps, or take them in again; unknown ids are ignored.
+
+        A parked request keeps its slot and blocks until somebody else needs them.
+        """
+        for request in self._live(request_ids):
+            if request.parked == parked:
+                continue
+            request.parked = parked
+            is_running = request.status is RequestStatus.RUNNING
+            if parked:
+                self.parked[request.request_id] = request
+                (self.running if is_running else self.waiting).remove(request)
+                continue
+            del self.parked[request.request_id]
+            if is_running:
+                insort(self.running, request, key=_urgency)
+            else:
+                self.waiting.add(request)
+
+    def _live(self, request_ids: Iterable[int]) -> list[Request]:
+        return [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
+
+    # --------------------------------------------------------------------------------------------------------- the step
+    def schedule(self) -> SchedulerOutput | None:
+        """Return the next step, or ``None`` if nothing can be computed now; see the module for the order."""
+        if self.paused or not (self.running or self.waiting):
+            return None
+        step = SchedulerOutput(self._step_id, [], [], 0)
+        rows: list[Request] = []
+        if self._has_classes:
+            self._admit_urgent(step)
+        budget = self._schedule_running(step, rows)
+        budget = self._schedule_waiting(step, rows, budget)
+        if not rows:
+            return None
+        step.total_num_tokens = self._max_num_batched_tokens - budget
+        step.freed_slots, self._freed_slots = self._freed_slots, []
+        self._step_to_rows[self._step_id] = rows
+        self._step_id += 1
+        self._counters.num_steps += 1
+        return step
+
+    def _admit_urgent(self, step: SchedulerOutput) -> None:
+        """Admit waiting requests of a higher class than running ones, which make room; before anything is scheduled."""
+        while self.waiting and self.running and self.waiting.peek().priority < self.running[-1].priority:
+            if not self._admit(self.waiting.peek(), step):
+                return
+
+    def _schedule_running(self, step: SchedulerOutput, rows: list[Request]) -> int:
+        """First pass: serve the running requests in order; return the budget that is left."""
+        budget = self._max_num_batched_tokens
+        add_slot, add_count, add_row = step.slots.append, step.num_scheduled_tokens.append, rows.append
+        for request in self.running:  # preempted ones leave its end, where the loop has not been
+            if not budget:
+                break
+            num_tokens = request.num_tokens
+            if num_tokens > request.border:
+                if not request.border:
+                    budget -= self._schedule_chunk(request, step, rows, budget)
+                    continue
+                if not self._append_block(request, step):
+                    break  # it was the last, and made room itself
+            elif num_tokens == request.num_computed_tokens:
+                continue  # its sample has not come back
+            request.num_computed_tokens = num_tokens  # one more: what was sampled last
+            add_slot(request.slot)
+            add_count(1)
+            add_row(request)
+            budget -= 1
+        return budget
+
+    def _schedule_waiting(self, step: SchedulerOutput, rows: list[Request], budget: int) -> int:
+        """Second pass: admit waiting requests in order while they fit; return the budget that is left."""
+        while budget and self.waiting:
+            request = self.waiting.peek()
+            if not self._admit(request, step):
+                break
+            budget -= self._schedule_chunk(request, step, rows, budget)
+        return budget
+
+    def _schedule_chunk(self, request: Request, step: SchedulerOutput, rows: list[Request], budget: int) -> int:
+        """Let a request catch up as far as budget and threshold allow; return the number of tokens."""
+        num_new = min(request.num_tokens - request.num_computed_tokens, budget, self._max_chunk)
+        request.num_computed_tokens += num_new
+        if request.num_computed_tokens == request.num_tokens:
+            request.border = len(request.block_ids) * self.kv.block_size
+        self.kv.cache_full_blocks(request)
+        step.slots.append(request.slot)
+        step.num_scheduled_tokens.append(num_new)
+        rows.append(request)
+        self._counters.num_prefill_tokens += num_new
+        return num_new
+
+    def _append_block(self, request: Request, step: SchedulerOutput) -> bool:
+        """Give a running request its next block; parked and less urgent ones make room, ``False`` if it had to."""
+        while not self.kv.pool.num_free_blocks:
+            victim = self._parked_victim() or self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        step.block_slots.append(request.slot)
+        step.block_ids.append(self.kv.append_block(request))
+        request.border += self.kv.block_size
+        return True
+
+    def _admit(self, request: Request, step: SchedulerOutput) -> bool:
+        """Move the first of the waiting to the running, with a slot and blocks for all its tokens.
+
+        Parked requests and those of a lower class make room. ``False`` if that is not enough.
+        """
+        while not (self._free_slots and self.kv.allocate(request, headroom=len(self.running))):
+            victim = self._parked_victim()
+            if victim is None:
+                if not self.running or self.running[-1].priority <= request.priority:
+                    return False
+                victim = self.running.pop()
+            self._preempt(victim)
+        self.waiting.pop()
+        insort(self.running, request, key=_urgency)
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        request.since_step = step.step_id
+        step.new_requests.append(request.to_worker())
+        self._count_admission(request)
+        return True
+
+    def _count_admission(self, request: Request) -> None:
+        counters = self._counters
+        num_queried = request.num_tokens if self.kv.reads_cache(request) else 0
+        if request.num_preemptions:
+            counters.resume_queries += num_queried
+            counters.resume_hits += request.num_computed_tokens
+        else:
+            counters.prefix_queries += num_queried
+            counters.prefix_hits += request.num_computed_tokens
+            request.num_cached_tokens = request.num_computed_tokens
+
+    def _parked_victim(self) -> Request | None:
+        """Return the least urgent parked request that holds a slot and blocks."""
+        seated = [request for request in self.parked.values() if request.status is RequestStatus.RUNNING]
+        return max(seated, key=_urgency, default=None)
+
+    def _preempt(self, request: Request) -> None:
+        """Send a request, taken from the running or parked, back to its place in the queue; it keeps its tokens."""
+        assert request.since_step < self._step_id, "a request is preempted in the step that admits it"
+        self._release(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        if not request.parked:
+            self.waiting.add(request)
+
+    # ---------------------------------------------------------------------------------------------- what came of a step
+    def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
+        """Add the tokens that ``step`` sampled, end the requests that are done, and return what the front end gets."""
+        step_id = step.step_id
+        rows = self._step_to_rows.pop(step_id)
+        result = EngineCoreOutputs()
+        if output.failed:
+            self._fail_rows(step, rows, output.failed)
+        if output.logprobs or output.prompt_logprobs:
+            self._forward_logprobs(step, rows, output, result)
+        ended: list[Request] = []
+        add_request_id, add_token_id = result.request_ids.append, result.token_ids.append
+        for request, token_id in zip(rows, output.token_ids, strict=True):
+            if token_id < 0 or request.since_step > step_id:
+                continue  # not caught up; or ended or preempted while the step was out
+            request.token_ids.append(token_id)
+            request.num_tokens += 1
+            add_request_id(request.request_id)
+            add_token_id(token_id)
+            if request.num_tokens >= request.max_num_tokens or token_id in request.stop_token_ids:
+                ended += self._report_if_done(request, token_id)
+        self._end_all(ended)
+        self._counters.num_generated_tokens += len(result.token_ids)
+        result.finished, self._finished = self._finished, []
+        result.stats = self.stats()
+        return result
+
+    def take_outputs(self) -> EngineCoreOutputs | None:
+        """Return the ends of requests that no step has reported (refused, softly finished), ``None`` without any."""
+        if not self._finished:
+            return None
+        finished, self._finished = self._finished, []
+        return EngineCoreOutputs(finished=finished, stats=self.stats())
+
+    def _report_if_done(self, request: Request, token_id: int) -> list[Request]:
+        """Report the end of a request that its newest token completes, and return it; nothing before ``min_tokens``."""
+        sampling = request.sampling
+        if token_id in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
+            is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
+            self._report(request, EngineFinishReason.STOP, None if is_eos else token_id)
+        elif request.num_tokens >= request.max_num_tokens:
+            self._report(request, EngineFinishReason.LENGTH)
+        else:
+            return []
+        return [request]
+
+    def _fail_rows(self, step: SchedulerOutput, rows: list[Request], failed: dict[int, str]) -> None:
+        """End the requests whose rows have no valid result, and let nobody reuse what they computed."""
+        slot_to_request = dict(zip(step.slots, rows, strict=True))
+        ended = [r for slot in failed if (r := slot_to_request[slot]).since_step <= step.step_id]
+        for request in ended:
+            message = f"the engine failed on this request: {failed[request.slot]}"
+            error = _describe(RequestFailedError(message, request_id=str(request.request_id)))
+            self._report(request, EngineFinishReason.ERROR, error=error)
+            self.kv.discard(request)
+        self._end_all(ended)
+
+    def _forward_logprobs(
+        self, step: SchedulerOutput, rows: list[Request], output: ModelRunnerOutput, result: EngineCoreOutputs
+    ) -> None:
+        """Key logprobs by request instead of slot; prompt positions that were sent before a preemption are left out."""
+        slot_to_request = {s: r for s, r in zip(step.slots, rows, strict=True) if r.since_step <= step.step_id}
+        for slot in output.logprobs.keys() & slot_to_request.keys():
+            result.logprobs[slot_to_request[slot].request_id] = output.logprobs[slot]
+        for slot in output.prompt_logprobs.keys() & slot_to_request.keys():
+            request, logprobs = slot_to_request[slot], output.prompt_logprobs[slot]
+            num_known = request.num_prompt_logprobs_sent - request.num_prompt_logprobs
+            request.num_prompt_logprobs += len(logprobs.token_ids) // logprobs.width
+            if request.num_prompt_logprobs > request.num_prompt_logprobs_sent:
+                request.num_prompt_logprobs_sent = request.num_prompt_logprobs
+                result.prompt_logprobs[request.request_id] = _without_first(logprobs, num_known)
+
+    # ---------------------------------------------------------------------------------------------- the end of requests
+    def _report(
+        self, request: Request, reason: EngineFinishReason, stop_id: int | None = None, error: ErrorInfo | None = None
+    ) -> None:
+        num_cached, num_preemptions = request.num_cached_tokens, request.num_preemptions
+        self._finished.append(FinishedRequest(request.request_id, reason, stop_id, num_cached, num_preemptions, error))
+
+    def _end_all(self, ended: Sequence[Request]) -> None:
+        """Forget live requests and free what they hold; O(ended), and once O(running) if any of them is."""
+        was_running = False
+        for request in ended:
+            if request.status is RequestStatus.RUNNING:
+                was_running = True
+                self._release(request)
+            elif not request.parked:
+                self.waiting.remove(request)
+            request.status = RequestStatus.FINISHED
+            del self.requests[request.request_id]
+            self.parked.pop(request.request_id, None)
+        if was_running:
+            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+
+    def _release(self, request: Request) -> None:
+        """Take back slot and blocks; results that are still out will be dropped."""
+        self.kv.free(request)
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1
+        request.border = 0
+        request.since_step = NEVER
+        request.num_prompt_logprobs = 0
+
+    # ------------------------------------------------------------------------------------------------ looking at it all
+    def has_unfinished(self) -> bool:
+        """Return whether any request is live, parked ones included."""
+        return bool(self.requests)
+
+    def has_work(self) -> bool:
+        """Return whether :meth:`schedule` (once no step is out) or :meth:`take_outputs` has something to give."""
+        return bool(self._finished) or (not self.paused and bool(self.running or self.waiting))
+
+    def stats(self) -> SchedulerStats:
+        """Return the present state and the counters since start, as a copy."""
+        num_running = self._max_num_seqs - len(self._free_slots)
+        return msgspec.structs.replace(
+            self._counters,
+            num_running=num_running,
+            num_waiting=len(self.requests) - num_running,
+            num_free_blocks=self.kv.pool.num_free_blocks,
+            num_parked=len(self.parked),
+        )
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forget all cached prefixes; ``False``, and nothing done, while requests hold blocks.
+
+        ``reset_running``: preempt those first; they go on later and compute everything again.
+        """
+        if reset_running:
+            for request in [r for r in self.requests.values() if r.status is RequestStatus.RUNNING]:
+                self._preempt(request)
+            self.running = []
+        return self.kv.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Verify that requests, slots and blocks agree; O(everything), for tests.
+
+        :raises AssertionError: they do not.
+        """
+        seated = [request for request in self.requests.values() if request.status is RequestStatus.RUNNING]
+        assert self.running == sorted((r for r in seated if not r.parked), key=_urgency), "the running are out of order"
+        waiting = [request for request in self.requests.values() if request.status is RequestStatus.WAITING]
+        assert list(self.waiting) == sorted((r for r in waiting if not r.parked), key=_urgency), "the queue differs"
+        assert len(seated) + len(waiting) == len(self.requests), "a finished request is still known"
+        assert self.parked == {r.request_id: r for r in self.requests.values() if r.parked}
+        slots = [request.slot for request in seated] + self._free_slots
+        assert sorted(slots) == list(range(self._max_num_seqs)), "a slot is lost or has two owners"
+        self.kv.check_integrity(self.requests.values())
+        for request in self.requests.values():
+            assert request.num_tokens == len(request.token_ids) <= request.max_num_tokens
+            assert request.num_computed_tokens <= request.num_tokens
+            assert bool(request.block_ids) == (request.status is RequestStatus.RUNNING)
+
+
+def _describe(error: AsyncLLMError) -> ErrorInfo:
+    """Return an error that was never raised as plain data (there is no traceback to tell of)."""
+    return ErrorInfo(type(error).__name__, error.message, {name: getattr(error, name) for name in error.fields})
+
+
+def _without_first(rows: LogprobRows, num_positions: int) -> LogprobRows:
+    skip = num_positions * rows.width
+    if not skip:
+        return rows
+    return LogprobRows(rows.width, rows.token_ids[skip:], rows.logprobs[skip:], rows.ranks[skip:])

@@ -1,0 +1,323 @@
+"""A prompt and :class:`SamplingParams` to engine requests; everything that can be wrong with a request is found here.
+
+Limits come from the checkpoint until the engine has told the true ones (:meth:`InputProcessor.set_info`). No I/O;
+encoding a long text takes CPU time, so a loop calls :meth:`InputProcessor.process` in a thread where
+:meth:`InputProcessor.is_long` says so.
+
+The rules, in one place:
+
+* A prompt has at least one token. ``max_model_len`` counts prompt and output, and one output token has to fit, so the
+  longest prompt has ``max_model_len - 1`` tokens. A text that cannot be that short is refused before it is encoded.
+* A prompt whose tokens plus one do not fit the engine's KV blocks could never run and is refused.
+* ``max_tokens`` is lowered to what is left of the context; ``None`` means all of that.
+* Fields that are ``None`` take the value of the model's ``generation_config.json``, else the neutral one.
+* Prompt ids, stop ids, ``logit_bias`` and ``allowed_token_ids`` name tokens of the model's vocabulary.
+* ``n`` samples are n engine requests with the same seed and prompt, told apart by ``sample_index``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError
+from asyncllm.frontend.chat_template import ChatTemplate
+from asyncllm.sampling_params import SamplingParams
+from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling
+
+if TYPE_CHECKING:
+    from asyncllm.checkpoint import Checkpoint
+    from asyncllm.config import EngineConfig
+    from asyncllm.frontend.tokenizer import Tokenizer
+
+__all__ = ["InputProcessor", "ProcessedRequest", "Prompt"]
+
+Prompt = str | Sequence[int]
+
+LONG_PROMPT_IDS = 50_000
+"""Checking this many ids takes some milliseconds."""
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessedRequest:
+    """A checked request: what to send, and what the front end keeps of it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    requests: list[EngineCoreRequest]
+    """One per sample, in order of ``index``."""
+    submitted_at: float
+    """:func:`time.perf_counter` when the request came in."""
+
+    @property
+    def engine_ids(self) -> list[int]:
+        """Return the engine's ids of all samples."""
+        return [request.request_id for request in self.requests]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Limits:
+    max_model_len: int
+    vocab_size: int
+    num_kv_tokens: int | None
+    block_size: int
+
+
+class InputProcessor:
+    """Checks requests and builds what is sent. Safe to use from several threads.
+
+    :raises CheckpointError: ``generation_config.json`` holds a sampling default that is out of range.
+    :raises UnsupportedModelError: the chat template is not a template.
+    """
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._defaults = _generation_defaults(checkpoint)
+        self._limits = _Limits(
+            max_model_len=config.model.max_model_len or checkpoint.max_position,
+            vocab_size=checkpoint.vocab_size,
+            num_kv_tokens=None,
+            block_size=config.cache.block_size,
+        )
+        self._chat_template = ChatTemplate.from_checkpoint(checkpoint, config.model.chat_template)
+        self._engine_ids = itertools.count(1)
+        self._names = itertools.count(1)
+        self._name_prefix = f"request-{os.urandom(4).hex()}-"
+
+    def set_info(self, info: EngineInfo) -> None:
+        """Take the limits that the engine found out while starting."""
+        self._limits = _Limits(
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            num_kv_tokens=info.num_blocks * info.block_size,
+            block_size=info.block_size,
+        )
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Return the length of the longest prompt in tokens."""
+        return self._limits.max_model_len - 1
+
+    def is_long(self, prompt: object) -> bool:
+        """Return whether :meth:`process` takes so long that an event loop should call it in a thread. O(1)."""
+        if isinstance(prompt, str):
+            return self._tokenizer.is_long(prompt) and not self._cannot_fit(prompt)
+        return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
+
+    def render_chat(
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt text that the model's chat template makes of ``messages``.
+
+        Encode it with ``add_special_tokens=False``: a template writes the special tokens itself.
+
+        :raises InvalidParameterError: the messages are malformed, the template refuses them, or there is no template.
+        """
+        return self._chat_template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+        )
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> ProcessedRequest:
+        """Return the engine requests for ``prompt``, a text or token ids; ids are taken as they are.
+
+        Whether ``request_id`` is in use is found by :meth:`OutputProcessor.add_request`; ``None`` makes one up.
+
+        :raises TypeError: ``request_id`` is no string.
+        :raises InvalidParameterError: an argument, a field of ``params`` or a prompt id is out of range.
+        :raises PromptTooLongError: the prompt has more than ``max_model_len - 1`` tokens.
+        :raises RequestTooLargeError: prompt and one output token need more KV blocks than there are.
+        """
+        submitted_at = time.perf_counter()
+        if request_id is None:
+            request_id = self._name_prefix + str(next(self._names))
+        params = SamplingParams() if params is None else params
+        _check_arguments(request_id, params, priority, cache_salt)
+        self._check_params(params)
+        ids = self._prompt_ids(prompt, add_special_tokens)
+        self._check_prompt(ids)
+        samplings = self._samplings(params, len(ids))
+        requests = [
+            EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt) for sampling in samplings
+        ]
+        return ProcessedRequest(
+            request_id=request_id, prompt_token_ids=ids, params=params, requests=requests, submitted_at=submitted_at
+        )
+
+    # ------------------------------------------------------------------------------------------------- the prompt
+    def _prompt_ids(self, prompt: Any, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                _refuse("prompt", "", "a text that is not empty", "prompt is empty")
+            if self._cannot_fit(prompt):
+                num_tokens = self._tokenizer.min_num_tokens(len(prompt))
+                raise self._too_long(f"{len(prompt)} characters, which are at least {num_tokens} tokens", num_tokens)
+            return self._tokenizer.encode(prompt, add_special_tokens)
+        return _plain_ids(prompt)
+
+    def _cannot_fit(self, text: str) -> bool:
+        return self._tokenizer.min_num_tokens(len(text)) > self.max_prompt_len
+
+    def _too_long(self, length: str, num_tokens: int) -> PromptTooLongError:
+        limit = self.max_prompt_len
+        return PromptTooLongError(
+            f"prompt has {length}; the longest prompt has {limit} (max_model_len {limit + 1} less one output token)",
+            parameter="prompt",
+            value=num_tokens,
+            limit=limit,
+        )
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        limits = self._limits
+        if not ids:
+            _refuse("prompt", 0, "at least one token", "prompt has no tokens")
+        if len(ids) > self.max_prompt_len:
+            raise self._too_long(f"{len(ids)} tokens", len(ids))
+        if min(ids) < 0 or max(ids) >= limits.vocab_size:
+            index = next(index for index, token_id in enumerate(ids) if not 0 <= token_id < limits.vocab_size)
+            self._refuse_id(f"prompt[{index}]", ids[index])
+        if limits.num_kv_tokens is not None and len(ids) + 1 > limits.num_kv_tokens:
+            num_needed, num_blocks = -(-(len(ids) + 1) // limits.block_size), limits.num_kv_tokens // limits.block_size
+            raise RequestTooLargeError(
+                f"prompt has {len(ids)} tokens; with one output token it needs {num_needed} KV blocks of "
+                f"{limits.block_size} tokens, the engine has {num_blocks}",
+                parameter="prompt",
+                value=len(ids),
+                limit=limits.num_kv_tokens - 1,
+            )
+
+    def _refuse_id(self, parameter: str, token_id: int) -> NoReturn:
+        limit = f"a token id in 0 … {self._limits.vocab_size - 1}"
+        _refuse(parameter, token_id, limit, f"{parameter} is {token_id}")
+
+    # ----------------------------------------------------------------------------------------------- the sampling
+    def _check_params(self, params: SamplingParams) -> None:
+        columns: tuple[tuple[str, Iterable[int] | None], ...] = (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+        )
+        for name, ids in columns:
+            for token_id in ids or ():
+                if token_id >= self._limits.vocab_size:
+                    self._refuse_id(f"{name}[{token_id}]" if name == "logit_bias" else name, token_id)
+
+    def _samplings(self, params: SamplingParams, num_prompt_tokens: int) -> list[EngineSampling]:
+        room = self._limits.max_model_len - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        value = {name: self._resolved(params, name) for name in GENERATION_DEFAULTS}
+        seed = params.seed
+        if seed is None:
+            seed = int.from_bytes(os.urandom(8), "little") if value["temperature"] else 0
+        return [
+            EngineSampling(
+                max_tokens=max_tokens,
+                temperature=float(value["temperature"]),
+                top_k=int(value["top_k"]),
+                top_p=float(value["top_p"]),
+                min_p=float(value["min_p"]),
+                seed=seed,
+                sample_index=index,
+                min_tokens=min(params.min_tokens, max_tokens),
+                ignore_eos=params.ignore_eos,
+                stop_token_ids=list(params.stop_token_ids or ()),
+                logprobs=-1 if params.logprobs is None else params.logprobs,
+                # The prompt is the same for all samples: one of them reports on it.
+                prompt_logprobs=-1 if params.prompt_logprobs is None or index else params.prompt_logprobs,
+                presence_penalty=float(params.presence_penalty),
+                frequency_penalty=float(params.frequency_penalty),
+                repetition_penalty=float(value["repetition_penalty"]),
+                logit_bias={token_id: float(bias) for token_id, bias in (params.logit_bias or {}).items()},
+                allowed_token_ids=list(params.allowed_token_ids or ()),
+            )
+            for index in range(params.n)
+        ]
+
+    def _resolved(self, params: SamplingParams, name: str) -> float:
+        given = getattr(params, name)
+        return self._defaults[name] if given is None else given
+
+
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the value of each field that a caller may leave open."""
+    given = {
+        name: checkpoint.generation_config[name]
+        for name in GENERATION_DEFAULTS
+        if checkpoint.generation_config.get(name) is not None
+    }
+    try:
+        SamplingParams(**given)
+    except InvalidParameterError as error:
+        raise CheckpointError(
+            f"generation_config.json of {checkpoint.source!r}: {error}",
+            model=checkpoint.source,
+            file="generation_config.json",
+        ) from error
+    return {**NEUTRAL, **given}
+
+
+# ------------------------------------------------------------------------------------------------------- checks
+def _check_arguments(request_id: Any, params: Any, priority: Any, cache_salt: Any) -> None:
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id is {request_id!r} of type {type(request_id).__name__}; it must be a string")
+    if not request_id:
+        _refuse("request_id", "", "a string that is not empty", "request_id is empty")
+    if not isinstance(params, SamplingParams):
+        _refuse("params", _shown(params), "SamplingParams", f"params is a {type(params).__name__}")
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        _refuse("priority", _shown(priority), "an integer of 64 bits", f"priority is {_shown(priority)!r}")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        _refuse("cache_salt", _shown(cache_salt), "a string that is not empty", f"cache_salt is {_shown(cache_salt)!r}")
+
+
+def _plain_ids(prompt: Any) -> list[int]:
+    """Return ``prompt`` as a list of plain integers; other integer types (numpy's) are converted.
+
+    :raises InvalidParameterError: it is no sequence of integers; names the first bad index.
+    """
+    if isinstance(prompt, (bytes, bytearray, memoryview, Mapping)) or not isinstance(prompt, Iterable):
+        kind = type(cast("object", prompt)).__name__
+        _refuse("prompt", _shown(cast("object", prompt)), "a text or token ids", f"prompt is a {kind}")
+    ids = list(cast("Iterable[Any]", prompt))
+    if set(map(type, ids)) <= {int}:
+        return ids
+    for index, token_id in enumerate(ids):
+        try:
+            if isinstance(token_id, bool):
+                raise TypeError
+            ids[index] = operator.index(token_id)
+        except TypeError:
+            shown = _shown(token_id)
+            _refuse(f"prompt[{index}]", shown, "an integer token id", f"prompt[{index}] is {shown!r}")
+    return ids
+
+
+def _shown(value: Any) -> str | int | float | bool:
+    return value if isinstance(value, (str, int, float, bool)) else repr(value)[:200]
+
+
+def _refuse(parameter: str, value: str | int | float | bool, limit: str, what: str) -> NoReturn:
+    raise InvalidParameterError(f"{what}; it must be {limit}", parameter=parameter, value=value, limit=limit)

@@ -1,0 +1,230 @@
+"""The Llama family: RMSNorm before attention and MLP, rotary positions, grouped key/value heads, gated MLP.
+
+Serves Llama 1 … 3.3, SmolLM 1 and 2 and whatever else is saved as ``LlamaForCausalLM``, and two close relatives that
+differ in which projections have a bias and in a sliding window: Mistral and Qwen2.
+
+Source: transformers/models/{llama,mistral,qwen2}/modeling_*.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import nn
+
+from asyncllm.layers.activation import get_activation
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.embedding import Embedding
+from asyncllm.layers.linear import Linear
+from asyncllm.layers.norm import RMSNorm
+from asyncllm.layers.rotary import RotaryEmbedding, Rotation, apply_rotary, rope_parameters
+from asyncllm.models.base import CausalLM, ForwardContext
+from asyncllm.models.settings import Count, read_settings
+from asyncllm.models.weights import fill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from asyncllm.checkpoint import Checkpoint
+
+__all__ = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
+
+
+class LlamaSettings(msgspec.Struct, kw_only=True):
+    """The part of ``config.json`` that shapes the model."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    hidden_act: str
+    max_position_embeddings: Count
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class LlamaLayout(msgspec.Struct, kw_only=True):
+    """What differs between the members of the family."""
+
+    qkv_bias: bool
+    out_bias: bool
+    windows: list[int | None]
+    """Sliding window of each layer; ``None``: the layer sees all tokens."""
+
+
+class LlamaAttention(nn.Module):
+    """Rotated, grouped self-attention with fused query, key and value projections."""
+
+    def __init__(self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, **where: Any) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+        self.num_rotated = self.num_heads + self.num_kv_heads
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden_size = model.settings.hidden_size
+        self.qkv_proj = Linear(hidden_size, (q_size, kv_size, kv_size), bias=layout.qkv_bias, **where)
+        self.o_proj = Linear(q_size, hidden_size, bias=layout.out_bias, **where)
+        self.attention = Attention(index, scale=self.head_dim**-0.5, window=layout.windows[index])
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
+        """Return the layer's attention output for ``hidden`` [T, hidden], [T, hidden]."""
+        heads = self.qkv_proj(hidden).view(hidden.shape[0], self.num_rotated + self.num_kv_heads, self.head_dim)
+        rotated = apply_rotary(heads[:, : self.num_rotated], rotation)
+        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]  # [T, H, D], [T, KV, D]
+        attended = self.attention(query, key, heads[:, self.num_rotated :], context)  # [T, H * D]
+        return self.o_proj(attended)
+
+    def destinations(self, name: str) -> dict[str, torch.Tensor]:
+        """Return which parameter each checkpoint tensor fills."""
+        return {
+            **self.qkv_proj.destinations(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            **self.o_proj.destinations(f"{name}.o_proj"),
+        }
+
+
+class LlamaMLP(nn.Module):
+    """Gated MLP with fused gate and up projections."""
+
+    def __init__(self, settings: LlamaSettings, **where: Any) -> None:
+        super().__init__()
+        self.size = settings.intermediate_size
+        self.gate_up_proj = Linear(settings.hidden_size, (self.size, self.size), bias=settings.mlp_bias, **where)
+        self.down_proj = Linear(self.size, settings.hidden_size, bias=settings.mlp_bias, **where)
+        self.activation = get_activation(settings.hidden_act)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the MLP's output for ``hidden`` [T, hidden], [T, hidden]."""
+        gate_up = self.gate_up_proj(hidden)  # [T, 2 * intermediate]
+        return self.down_proj(self.activation(gate_up[:, : self.size]).mul_(gate_up[:, self.size :]))
+
+    def destinations(self, name: str) -> dict[str, torch.Tensor]:
+        """Return which parameter each checkpoint tensor fills."""
+        return {
+            **self.gate_up_proj.destinations(f"{name}.gate_proj", f"{name}.up_proj"),
+            **self.down_proj.destinations(f"{name}.down_proj"),
+        }
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each on a normalised copy and added to the residual stream in place."""
+
+    def __init__(self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, **where: Any) -> None:
+        super().__init__()
+        settings = model.settings
+        self.input_layernorm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
+        self.self_attn = LlamaAttention(index, model, layout, **where)
+        self.post_attention_layernorm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
+        self.mlp = LlamaMLP(settings, **where)
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> None:
+        """Add the layer's output to ``hidden`` [T, hidden] in place."""
+        hidden.add_(self.self_attn(self.input_layernorm(hidden), rotation, context))
+        hidden.add_(self.mlp(self.post_attention_layernorm(hidden)))
+
+    def destinations(self, name: str) -> dict[str, torch.Tensor]:
+        """Return which parameter each checkpoint tensor fills."""
+        return {
+            **self.input_layernorm.destinations(f"{name}.input_layernorm"),
+            **self.self_attn.destinations(f"{name}.self_attn"),
+            **self.post_attention_layernorm.destinations(f"{name}.post_attention_layernorm"),
+            **self.mlp.destinations(f"{name}.mlp"),
+        }
+
+
+class LlamaForCausalLM(CausalLM):
+    """Llama, and the frame of its relatives, which override :meth:`layout`."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_position: int | None = None
+    ) -> None:
+        super().__init__()
+        self.settings = settings = read_settings(checkpoint, LlamaSettings)
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._set_shape(checkpoint, max_position)
+        layout = self.layout(checkpoint.text_config)
+        self.embed_tokens = Embedding(settings.vocab_size, settings.hidden_size, **where)
+        parameters = rope_parameters(checkpoint.text_config)
+        self.rotary = RotaryEmbedding(self.head_dim, self.max_position, parameters, **where)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(index, self, layout, **where) for index in range(settings.num_hidden_layers)
+        )
+        self.norm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
+        self.lm_head = Linear(settings.hidden_size, settings.vocab_size, bias=False, **where)
+        if settings.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def _set_shape(self, checkpoint: Checkpoint, max_position: int | None) -> None:
+        settings = self.settings
+        self.num_layers = settings.num_hidden_layers
+        self.num_heads = settings.num_attention_heads
+        self.num_kv_heads = settings.num_key_value_heads or self.num_heads
+        self.head_dim = settings.head_dim or settings.hidden_size // self.num_heads
+        self.vocab_size = settings.vocab_size
+        self.max_position = min(max_position or settings.max_position_embeddings, settings.max_position_embeddings)
+        if self.num_heads % self.num_kv_heads:
+            heads = f"{self.num_heads} attention heads and {self.num_kv_heads} key/value heads"
+            raise checkpoint.damaged(f"has {heads}; the first must be a multiple of the second")
+
+    def layout(self, config: dict[str, Any]) -> LlamaLayout:
+        """Return what ``config`` says about biases and windows."""
+        bias = self.settings.attention_bias
+        return LlamaLayout(qkv_bias=bias, out_bias=bias, windows=[None] * self.num_layers)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take every tensor by its checkpoint name, cast to the model's dtype.
+
+        :raises CheckpointError: a tensor is missing, unknown or of the wrong shape; names it.
+        """
+        tied = self.settings.tie_word_embeddings
+        fill(self.destinations(), weights, optional=frozenset(["lm_head.weight"] if tied else []))
+
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """Return which parameter each checkpoint tensor fills."""
+        found = self.embed_tokens.destinations("model.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaDecoderLayer)
+            found.update(layer.destinations(f"model.layers.{index}"))
+        found.update(self.norm.destinations("model.norm"))
+        if not self.settings.tie_word_embeddings:
+            found.update(self.lm_head.destinations("lm_head"))
+        return found
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Return final hidden states [T, hidden] of the flat batch ``token_ids`` [T] at ``positions`` [T] (int64)."""
+        hidden = self.embed_tokens(token_ids)  # [T, hidden]
+        rotation = self.rotary(positions)
+        for layer in self.layers:
+            layer(hidden, rotation, context)
+        return self.norm(hidden)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [R, vocab_size] for the rows of ``hidden`` [R, hidden] that sample."""
+        return self.lm_head(hidden).float()
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Llama with a sliding window in every layer, where the configuration has one; no biases."""
+
+    def layout(self, config: dict[str, Any]) -> LlamaLayout:
+        """Return what ``config`` says about biases and windows."""
+        return LlamaLayout(qkv_bias=False, out_bias=False, windows=[config.get("sliding_window")] * self.num_layers)
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Llama with biases on query, key and value, and a sliding window in those layers that the configuration names."""
+
+    def layout(self, config: dict[str, Any]) -> LlamaLayout:
+        """Return what ``config`` says about biases and windows."""
+        window = config.get("sliding_window") if config.get("use_sliding_window") else None
+        types = config.get("layer_types") or [
+            "sliding_attention" if index >= config.get("max_window_layers", 28) else "full_attention"
+            for index in range(self.num_layers)
+        ]
+        windows = [window if kind == "sliding_attention" else None for kind in types]
+        return LlamaLayout(qkv_bias=True, out_bias=False, windows=windows)

@@ -1,0 +1,83 @@
+"""Which class runs an architecture, and how a model is built and loaded.
+
+A family's module is imported when the first model of it is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from asyncllm.errors import ModelError
+from asyncllm.loader import iter_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from asyncllm.checkpoint import Checkpoint
+    from asyncllm.models.base import CausalLM
+
+__all__ = ["build_model", "known_architectures"]
+
+ARCHITECTURE_TO_CLASS = {
+    "LlamaForCausalLM": "asyncllm.models.llama.LlamaForCausalLM",
+    "MistralForCausalLM": "asyncllm.models.llama.MistralForCausalLM",
+    "OPTForCausalLM": "asyncllm.models.opt.OPTForCausalLM",
+    "Qwen2ForCausalLM": "asyncllm.models.llama.Qwen2ForCausalLM",
+}
+
+
+class _Constructor(Protocol):
+    def __call__(
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_position: int | None
+    ) -> CausalLM: ...
+
+
+def known_architectures() -> list[str]:
+    """Return the names of all architectures that can be built."""
+    return sorted(ARCHITECTURE_TO_CLASS)
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_position: int | None = None,
+    report: Callable[[float], None] | None = None,
+) -> CausalLM:
+    """Return the model of ``checkpoint`` with its weights, in ``dtype`` on ``device``, ready for inference.
+
+    ``max_position`` bounds the tables of positions where sequences will be shorter than the model allows. ``report``
+    gets the loaded fraction of the weights' bytes, from 0 to 1. Peak memory is the model plus its largest tensor.
+
+    :raises UnsupportedModelError: the architecture, its quantization, or something in its configuration is not
+    supported.
+    :raises CheckpointError: configuration and weights contradict each other, or a file is damaged.
+    """
+    construct = _find_class(checkpoint)
+    try:
+        model = construct(checkpoint, dtype=dtype, device=device, max_position=max_position)
+        model.load_weights(iter_weights(checkpoint, dtype, report))
+    except ModelError as error:
+        if error.model is None:  # raised by a block that does not know whose it is
+            error.model = checkpoint.source
+        raise
+    return model.eval()
+
+
+def _find_class(checkpoint: Checkpoint) -> _Constructor:
+    name = checkpoint.architecture
+    if name not in ARCHITECTURE_TO_CLASS:
+        known = ", ".join(known_architectures())
+        raise checkpoint.unsupported(f"has the architecture {name!r}; we run: {known}", feature=name)
+    quantization: Any = checkpoint.config.get("quantization_config")
+    if quantization:
+        method = cast("dict[str, Any]", quantization).get("quant_method", "unknown")
+        raise checkpoint.unsupported(
+            f"is quantized with {method!r}; of quantized files only GGUF is read", feature=method
+        )
+    module_name, _, class_name = ARCHITECTURE_TO_CLASS[name].rpartition(".")
+    return cast("_Constructor", getattr(importlib.import_module(module_name), class_name))

@@ -1,0 +1,38 @@
+"""What the worker must know of a machine before and while it owns one of its devices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from asyncllm.config import DeviceConfig
+
+__all__ = ["Platform"]
+
+
+class Platform(ABC):
+    """One kind of device. Stateless: every question is answered from the machine when it is asked."""
+
+    name: ClassVar[str]
+    """The device type as torch spells it."""
+    worker_cls: ClassVar[str]
+    """Qualified name of the worker class, imported in the worker's process only."""
+    attention_backends: ClassVar[tuple[str, ...]]
+    """Names of the attention backends to try for ``auto``, best first."""
+
+    @abstractmethod
+    def default_dtype(self) -> str:
+        """Return the dtype that ``dtype="auto"`` means here."""
+
+    @abstractmethod
+    def free_memory_bytes(self) -> int:
+        """Return the memory that this process can still take for itself, in bytes."""
+
+    @abstractmethod
+    def kv_cache_cap_bytes(self) -> int | None:
+        """Return the most KV cache to take unasked, in bytes; ``None`` where the device is the engine's alone."""
+
+    @abstractmethod
+    def num_threads(self, config: DeviceConfig) -> int:
+        """Return how many threads a worker computes with."""

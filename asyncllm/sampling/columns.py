@@ -1,0 +1,157 @@
+"""Sampling parameters by slot, and what the sampler needs of them for the rows of one step.
+
+:class:`SamplingColumns` holds every parameter as a column over slots and changes only when a request comes.
+:class:`SamplingMetadata` is cut from it for the rows that sample, and kept as long as those rows stay the same. Which
+path a row takes (greedy, plain, filtered; penalties; logprobs) is known here, on the host, from its parameters alone.
+"""
+
+# pyright: reportUnknownMemberType=false
+# (torch does not say which arrays from_numpy takes)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncllm.sampling.penalties import Adjustments
+
+if TYPE_CHECKING:
+    from asyncllm.wire.messages import EngineSampling
+
+__all__ = ["FILTER_WINDOWS", "RandomRows", "SamplingColumns", "SamplingMetadata"]
+
+Int64 = npt.NDArray[np.int64]
+
+GREEDY_BELOW = 1e-5  # logits divided by less than this overflow float32; the draw is the most likely token anyway
+FILTER_WINDOWS = (64, 1024)  # most likely tokens looked at before the whole vocabulary is sorted
+
+
+@dataclass(slots=True)
+class RandomRows:
+    """Rows of a step that draw, all by one path; columns are tensors on the device."""
+
+    rows: torch.Tensor | None  # [R] places among the rows of the step; None: all of them, in order
+    temperature: torch.Tensor | None  # [R, 1]; None: all 1
+    top_k: torch.Tensor | None  # [R, 1]; 0: all
+    top_p: torch.Tensor | None  # [R, 1]
+    min_p: torch.Tensor | None  # [R, 1]; None: all 0
+    window: int  # most likely tokens to look at first; 0: no top-k and no top-p, so no order is needed
+
+
+@dataclass(slots=True)
+class SamplingMetadata:
+    """What the rows of a step ask for, in their order."""
+
+    slots: Int64
+    greedy_rows: torch.Tensor | None  # None: all rows are greedy
+    random_rows: list[RandomRows]
+    seeds: npt.NDArray[np.uint64]
+    sample_indices: Int64
+    adjustments: Adjustments | None
+    logprob_rows: torch.Tensor | None  # rows that want logprobs
+    logprob_slots: list[int]
+    num_logprobs: list[int]  # top tokens wanted by each of them
+
+    @property
+    def all_greedy(self) -> bool:
+        """Return whether no row draws."""
+        return not self.random_rows
+
+
+class SamplingColumns:
+    """Sampling parameters of the requests in the slots of a persistent batch."""
+
+    def __init__(
+        self, num_slots: int, *, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.device = device
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.sample_index = np.zeros(num_slots, np.int64)
+        self.num_logprobs = np.full(num_slots, -1, np.int64)
+        self.adjusted: dict[int, EngineSampling] = {}  # slots whose logits are changed before the draw
+
+    def put(self, slot: int, sampling: EngineSampling) -> None:
+        """Take the parameters of the request that now owns ``slot``."""
+        greedy = sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+        self.temperature[slot] = 0.0 if greedy else sampling.temperature
+        self.top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
+        self.top_p[slot] = sampling.top_p
+        self.min_p[slot] = sampling.min_p
+        self.seed[slot] = sampling.seed
+        self.sample_index[slot] = sampling.sample_index
+        self.num_logprobs[slot] = min(sampling.logprobs, self.vocab_size)
+        if Adjustments.wanted(sampling):
+            self.adjusted[slot] = sampling
+        else:
+            self.adjusted.pop(slot, None)
+
+    def select(self, slots: Int64) -> SamplingMetadata:
+        """Return the metadata of the rows in ``slots``, in this order."""
+        temperature = self.temperature[slots]
+        greedy = temperature == 0
+        want_logprobs = np.flatnonzero(self.num_logprobs[slots] >= 0)
+        rows_to_sampling = {
+            row: self.adjusted[slot] for row, slot in enumerate(slots.tolist()) if slot in self.adjusted
+        }
+        return SamplingMetadata(
+            slots=slots,
+            greedy_rows=None if greedy.all() else self._tensor(np.flatnonzero(greedy)),
+            random_rows=self._random_rows(slots, ~greedy),
+            seeds=self.seed[slots],
+            sample_indices=self.sample_index[slots],
+            adjustments=self._adjustments(rows_to_sampling) if rows_to_sampling else None,
+            logprob_rows=self._tensor(want_logprobs) if len(want_logprobs) else None,
+            logprob_slots=slots[want_logprobs].tolist(),
+            num_logprobs=self.num_logprobs[slots[want_logprobs]].tolist(),
+        )
+
+    def _random_rows(self, slots: Int64, random: npt.NDArray[np.bool_]) -> list[RandomRows]:
+        if not random.any():
+            return []
+        window = np.where(random, self._windows(slots), -1)
+        groups: list[RandomRows] = []
+        for value in np.unique(window[random]).tolist():
+            rows = np.flatnonzero(window == value)
+            chosen = slots[rows]
+            temperature, min_p = self.temperature[chosen], self.min_p[chosen]
+            groups.append(
+                RandomRows(
+                    rows=None if len(rows) == len(slots) else self._tensor(rows),
+                    temperature=None if (temperature == 1).all() else self._column(temperature),
+                    top_k=self._column(self.top_k[chosen]) if value else None,
+                    top_p=self._column(self.top_p[chosen]) if value else None,
+                    min_p=None if (min_p == 0).all() else self._column(min_p),
+                    window=value,
+                )
+            )
+        return groups
+
+    def _windows(self, slots: Int64) -> Int64:
+        """Return how many of the most likely tokens each row looks at first; by its own parameters only."""
+        top_k, top_p = self.top_k[slots], self.top_p[slots]
+        window = np.full(len(slots), self.vocab_size)
+        for size in reversed(FILTER_WINDOWS):
+            if size < self.vocab_size:
+                window = np.where(top_k <= size, size, window)
+        return np.where((top_k == 0) & (top_p >= 1), 0, window)
+
+    def _adjustments(self, rows_to_sampling: dict[int, EngineSampling]) -> Adjustments:
+        return Adjustments(
+            rows_to_sampling, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids, device=self.device
+        )
+
+    def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _column(self, array: npt.NDArray[np.float32] | Int64) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device).unsqueeze(1)

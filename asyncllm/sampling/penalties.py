@@ -1,0 +1,142 @@
+"""Changes to logits before the draw: bias, allowed ids, penalties, and no end before ``min_tokens``; in this order.
+
+Nothing is counted from step to step: penalties read the row's tokens from the persistent batch each time, so that there
+is no state to lose in a preemption. They cost a gather and a scatter over the tokens of the rows that ask.
+All rows are changed at once through flat indices ``row * V + token``.
+"""
+
+# pyright: reportUnknownMemberType=false
+# (torch does not say which arrays from_numpy takes)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from asyncllm.wire.messages import EngineSampling
+
+__all__ = ["Adjustments", "TokenHistory"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """The tokens of the rows that sample: ``tokens[slots[row], :num_tokens[row]]``, prompt first."""
+
+    tokens: torch.Tensor  # [slots, max tokens], int64, on the device
+    slots: Int64
+    num_prompt_tokens: Int64
+    num_tokens: Int64
+
+    @property
+    def positions(self) -> Int64:
+        """Return the output position that each row is about to draw."""
+        return self.num_tokens - self.num_prompt_tokens
+
+
+class Adjustments:
+    """The changes that some rows of a step ask for; made once while the rows stay the same."""
+
+    def __init__(
+        self,
+        row_to_sampling: dict[int, EngineSampling],
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        rows = np.array(list(row_to_sampling), np.int64)
+        samplings = list(row_to_sampling.values())
+        self._bias_cells = self._cells(rows, [list(sampling.logit_bias) for sampling in samplings])
+        self._bias = self._floats([bias for sampling in samplings for bias in sampling.logit_bias.values()])
+        allowed = [sampling.allowed_token_ids for sampling in samplings]
+        self._allowed_rows = self._tensor(rows[[bool(ids) for ids in allowed]])
+        self._allowed_cells = self._cells(rows, allowed)
+        self._repetition = _rows_of(rows, [s.repetition_penalty for s in samplings], neutral=1.0)
+        self._frequency = _rows_of(rows, [s.frequency_penalty for s in samplings], neutral=0.0)
+        self._presence = _rows_of(rows, [s.presence_penalty for s in samplings], neutral=0.0)
+        self._min_tokens = np.array([sampling.min_tokens for sampling in samplings], np.int64)
+        self._rows = rows
+        self._end_ids = [
+            [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)] for sampling in samplings
+        ]
+
+    @staticmethod
+    def wanted(sampling: EngineSampling) -> bool:
+        """Return whether ``sampling`` asks for any change."""
+        return bool(
+            sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.min_tokens
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.repetition_penalty != 1.0
+        )
+
+    def apply(self, logits: torch.Tensor, history: TokenHistory) -> None:
+        """Change ``logits`` [R, V] (contiguous) in place."""
+        flat = logits.view(-1)
+        if len(self._bias):
+            flat.index_add_(0, self._bias_cells, self._bias)
+        if len(self._allowed_rows):
+            kept = flat.index_select(0, self._allowed_cells)
+            logits.index_fill_(0, self._allowed_rows, -torch.inf)
+            flat.index_copy_(0, self._allowed_cells, kept)
+        self._penalize(flat, history)
+        early = history.positions[self._rows] < self._min_tokens
+        if early.any():
+            ids = [ids if is_early else [] for ids, is_early in zip(self._end_ids, early.tolist(), strict=True)]
+            flat.index_fill_(0, self._cells(self._rows, ids), -torch.inf)
+
+    def _penalize(self, flat: torch.Tensor, history: TokenHistory) -> None:
+        rows, penalty = self._repetition
+        if len(rows):
+            cells, nth = self._seen(rows, history, prompt=True)
+            factor = self._tensor(penalty).index_select(0, nth)
+            seen = flat.index_select(0, cells)
+            # A cell may stand many times; each copy writes the same value.
+            flat.index_copy_(0, cells, torch.where(seen > 0, seen / factor, seen * factor))
+        rows, penalty = self._frequency
+        if len(rows):
+            cells, nth = self._seen(rows, history, prompt=False)
+            flat.index_add_(0, cells, self._tensor(-penalty).index_select(0, nth))
+        rows, penalty = self._presence
+        if len(rows):
+            cells, nth = self._seen(rows, history, prompt=False)
+            flat.index_copy_(0, cells, flat.index_select(0, cells) - self._tensor(penalty).index_select(0, nth))
+
+    def _seen(self, rows: Int64, history: TokenHistory, *, prompt: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cells of the tokens that ``rows`` hold, with repeats, and the place in ``rows`` of each."""
+        begin = np.zeros_like(rows) if prompt else history.num_prompt_tokens[rows]
+        count = history.num_tokens[rows] - begin
+        nth = np.repeat(np.arange(len(rows)), count)
+        column = np.arange(len(nth)) - np.repeat(np.cumsum(count) - count - begin, count)
+        stride = history.tokens.shape[1]
+        places = self._tensor(history.slots[rows][nth] * stride + column)
+        tokens = history.tokens.view(-1).index_select(0, places)
+        return tokens + self._tensor(rows[nth] * self._vocab_size), self._tensor(nth)
+
+    def _cells(self, rows: Int64, ids: list[list[int]]) -> torch.Tensor:
+        counts = [len(row_ids) for row_ids in ids]
+        tokens = np.array([token for row_ids in ids for token in row_ids], np.int64)
+        return self._tensor(np.repeat(rows, counts) * self._vocab_size + tokens)
+
+    def _tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _floats(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+
+def _rows_of(rows: Int64, values: list[float], *, neutral: float) -> tuple[Int64, npt.NDArray[np.float32]]:
+    column = np.array(values, np.float32)
+    chosen = column != np.float32(neutral)
+    return rows[chosen], column[chosen]

@@ -1,0 +1,61 @@
+"""Which KV blocks each slot of the persistent batch owns, in order: a matrix of block ids, 0 where there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["BlockTable"]
+
+
+class BlockTable:
+    """Rows of block ids by slot. Block 0 is the null block: unused entries point there."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.max_blocks = -(-(max_model_len + 1) // block_size)
+        self.ids = np.zeros((num_slots, self.max_blocks), np.int32)
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self._flat = self.ids.reshape(-1)
+
+    def put(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Make ``block_ids`` the whole row of ``slot``."""
+        row, count = self.ids[slot], len(block_ids)
+        row[:count] = block_ids
+        row[count : self.num_blocks[slot]] = 0
+        self.num_blocks[slot] = count
+
+    def append(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Add ``block_ids`` to the end of the row of ``slot``."""
+        count = int(self.num_blocks[slot])
+        end = count + len(block_ids)
+        self.ids[slot, count:end] = block_ids
+        self.num_blocks[slot] = end
+
+    def clear(self, slot: int) -> None:
+        """Empty the row of ``slot``."""
+        self.ids[slot, : self.num_blocks[slot]] = 0
+        self.num_blocks[slot] = 0
+
+    def rows(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Return a copy of the rows of ``slots``, as wide as the longest of them."""
+        width = int(self.num_blocks[slots].max(initial=1))
+        return self.ids[slots, :width]
+
+    def block_ids(self, slot: int) -> list[int]:
+        """Return the blocks of ``slot``."""
+        return self.ids[slot, : self.num_blocks[slot]].tolist()
+
+    def kv_slots(
+        self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], out: npt.NDArray[np.int64]
+    ) -> None:
+        """Write ``block id * block size + offset`` of each token (its slot, its position) to ``out``."""
+        block, offset = np.divmod(positions, self.block_size)
+        block += slots * self.max_blocks
+        np.multiply(self._flat[block], self.block_size, out=out)
+        out += offset

@@ -1,0 +1,212 @@
+"""The owner of one device: brings the model up in five steps, then runs steps until it is shut down.
+
+    init_device → load_model → determine_num_blocks → allocate_kv_cache → warm_up → execute_model …
+
+Called from one thread, the engine's busy loop. Every public method is a target of ``collective_rpc``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from asyncllm import platforms
+from asyncllm.attention.base import AttentionBackend, AttentionSpec, KVCache
+from asyncllm.attention.selector import choose_backend
+from asyncllm.checkpoint import open_checkpoint
+from asyncllm.errors import ConfigError, InsufficientMemoryError, UsageError
+from asyncllm.models.registry import build_model
+from asyncllm.wire.messages import EngineSampling
+from asyncllm.wire.step import NewRequest, SchedulerOutput
+from asyncllm.worker.memory import KVCachePlan, plan_kv_cache
+from asyncllm.worker.model_runner import ModelRunner, StepResult
+
+if TYPE_CHECKING:
+    from asyncllm.config import EngineConfig
+    from asyncllm.executor.base import ReportProgress
+    from asyncllm.models.base import CausalLM
+
+__all__ = ["Worker"]
+
+WARM_UP_TOKENS = 32
+T = TypeVar("T")
+
+
+class Worker:
+    """One device with its share of the model. ``rank`` counts the workers of an engine."""
+
+    def __init__(self, config: EngineConfig, *, report: ReportProgress, rank: int = 0) -> None:
+        self.config = config
+        self.rank = rank
+        self.report = report
+        self.platform = platforms.current(config)
+        self.device = torch.device(self.platform.name)
+        name = self.platform.default_dtype() if config.model.dtype == "auto" else config.model.dtype
+        self.dtype: torch.dtype = getattr(torch, name)
+        self.vocab_size = 0
+        self.eos_token_ids: tuple[int, ...] = ()
+        self._model_max_len = 0
+        self._threads_before: int | None = None
+        self._model: CausalLM | None = None
+        self._backend: AttentionBackend | None = None
+        self._kv_caches: list[KVCache] = []
+        self._runner: ModelRunner | None = None
+        self._profiler: torch.profiler.profile | None = None
+        self._profile_directory = Path()
+        self._num_profiles = 0
+
+    @property
+    def attention_backend(self) -> str:
+        """Return the name of the attention backend in use."""
+        return self._ready(self._backend).name
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Return the memory of one KV block over all layers."""
+        return self._ready(self._backend).bytes_per_block()
+
+    def init_device(self) -> None:
+        """Take the device: on a CPU, set the number of threads that torch computes with in this process."""
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(self.platform.num_threads(self.config.device))
+
+    def load_model(self) -> None:
+        """Build the model, load its weights and choose the attention backend.
+
+        :raises ModelError: the checkpoint is not there, not supported or damaged.
+        :raises ConfigError: ``max_model_len`` is more than the model's positions cover, or no backend serves the model.
+        """
+        checkpoint = open_checkpoint(self.config.model.model)
+        max_model_len, max_position = self.config.model.max_model_len, checkpoint.max_position
+        if max_model_len is not None and max_model_len > max_position:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}; the positions of this model cover {max_position}",
+                parameter="max_model_len",
+                value=max_model_len,
+                limit=max_position,
+            )
+        model = build_model(
+            checkpoint,
+            self.dtype,
+            self.device,
+            max_position=max_model_len,
+            report=lambda fraction: self.report("load_model", fraction),
+        )
+        self._model_max_len = max_position
+        self.vocab_size = min(model.vocab_size, checkpoint.vocab_size)
+        self.eos_token_ids = checkpoint.eos_token_ids
+        spec = AttentionSpec(
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_size=self.config.cache.block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self._model = model
+        self._backend = choose_backend(self.config.device.attention_backend, spec, self.platform.attention_backends)
+
+    def determine_num_blocks(self) -> KVCachePlan:
+        """Return how many KV blocks this device can give and the longest request they allow.
+
+        :raises InsufficientMemoryError: one request of the asked ``max_model_len`` does not fit.
+        """
+        return plan_kv_cache(
+            self.config,
+            model_max_len=self._model_max_len,
+            bytes_per_block=self.bytes_per_block,
+            free_bytes=self.platform.free_memory_bytes(),
+            cap_bytes=self.platform.kv_cache_cap_bytes(),
+        )
+
+    def allocate_kv_cache(self, plan: KVCachePlan) -> None:
+        """Allocate ``plan.num_blocks`` blocks and the null block, and the persistent batch.
+
+        :raises InsufficientMemoryError: the system refuses the memory.
+        """
+        backend, scheduler = self._ready(self._backend), self.config.scheduler
+        try:
+            self._kv_caches = backend.allocate(plan.num_blocks + 1)
+            self._runner = ModelRunner(
+                self._ready(self._model),
+                backend,
+                self._kv_caches,
+                max_num_seqs=scheduler.max_num_seqs,
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                max_model_len=plan.max_model_len,
+                vocab_size=self.vocab_size,
+                eos_token_ids=self.eos_token_ids,
+            )
+        except MemoryError as error:
+            raise InsufficientMemoryError(
+                f"the system refuses the memory of {plan.num_blocks} KV blocks", phase="allocate_kv_cache"
+            ) from error
+
+    def warm_up(self) -> None:
+        """Run a small prefill and a decode step, so that no request pays for what happens once."""
+        runner, scheduler = self._ready(self._runner), self.config.scheduler
+        block_size = self.config.cache.block_size
+        room = int(runner.batch.block_table.max_blocks) * block_size - 2
+        num_tokens = max(1, min(WARM_UP_TOKENS, scheduler.max_num_batched_tokens, room, runner.batch.max_tokens - 2))
+        # All of it goes to the null block, whose content no row ever sees.
+        request = NewRequest(
+            slot=0,
+            request_id=-1,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            num_computed_tokens=0,
+            block_ids=[0] * (num_tokens // block_size + 1),
+            sampling=EngineSampling(max_tokens=2),
+        )
+        runner.execute(SchedulerOutput(-2, [0], [num_tokens], num_tokens, [request])).result()
+        runner.execute(SchedulerOutput(-1, [0], [1], 1)).result()
+        runner.batch.apply(SchedulerOutput(0, [], [], 0, freed_slots=[0]))
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> StepResult:
+        """Launch one step and return its pending result."""
+        return self._ready(self._runner).execute(scheduler_output)
+
+    def start_profile(self, directory: str) -> None:
+        """Record every operation from now on; :meth:`stop_profile` writes the trace into ``directory``.
+
+        :raises UsageError: a recording is running already.
+        """
+        if self._profiler is not None:
+            raise UsageError("a profile is being recorded already; stop_profile() ends it")
+        self._profile_directory = Path(directory)
+        self._profile_directory.mkdir(parents=True, exist_ok=True)
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        profiler.start()
+        self._profiler = profiler
+
+    def stop_profile(self) -> str:
+        """End the recording and return the path of its trace file, for Perfetto or ``chrome://tracing``.
+
+        :raises UsageError: none is running.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise UsageError("no profile is being recorded; start_profile() begins one")
+        profiler.stop()
+        self._num_profiles += 1
+        path = self._profile_directory / f"asyncllm-{os.getpid()}-rank{self.rank}-{self._num_profiles}.trace.json"
+        profiler.export_chrome_trace(str(path))
+        return str(path)
+
+    def shutdown(self) -> None:
+        """Free the model, the KV blocks and the device's settings. Idempotent, also after a failed start."""
+        if self._profiler is not None:
+            self._profiler.stop()
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+        self._profiler = self._runner = self._model = self._backend = self._threads_before = None
+        self._kv_caches = []
+
+    def _ready(self, part: T | None) -> T:
+        if part is None:
+            raise UsageError("the worker is not started, or shut down already")
+        return part

@@ -1,0 +1,108 @@
+"""Fixtures that every test may use: event loops, models, and the check that nothing is left behind.
+
+Models are made or converted once per session. Engines started by tests put their sockets under one private folder,
+which has to be empty, with no child process alive, when the session ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import leaks, models
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEFAULT_GGUF = REPOSITORY / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+BACKENDS = [
+    pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
+    pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
+    pytest.param(("trio", {}), id="trio"),
+]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """Run each async test on asyncio, uvloop and trio."""
+    return request.param
+
+
+# ------------------------------------------------------------------------------------------------------------ models
+def find_gguf() -> Path | None:
+    path = Path(os.environ.get("ASYNCLLM_TEST_MODEL") or DEFAULT_GGUF)
+    return path if path.is_file() else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if find_gguf() is None:
+        absent = pytest.mark.skip(
+            reason=f"no SmolLM2 GGUF at ASYNCLLM_TEST_MODEL or {DEFAULT_GGUF}; `make model` brings it"
+        )
+        for item in items:
+            if item.get_closest_marker("model"):
+                item.add_marker(absent)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real SmolLM2-135M-Instruct as a Q4_1 GGUF; mark tests that use it ``model``."""
+    path = find_gguf()
+    if path is None:
+        pytest.skip("no SmolLM2 GGUF; mark this test with pytest.mark.model")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The same weights as a Hugging Face folder in float32, written once per session and removed at its end."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    models.convert_gguf(smollm2_gguf, folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with grouped key/value heads and a byte-level tokenizer."""
+    return models.write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer OPT in the shape of opt-125m (pre-norm) with a byte-level tokenizer."""
+    return models.write_tiny_opt(tmp_path_factory.mktemp("tiny-opt"))
+
+
+# ------------------------------------------------------------------------------------------------------------- traces
+@pytest.fixture(scope="session", autouse=True)
+def runtime_root() -> Iterator[Path]:
+    """Where engines of this session put their sockets; nothing may be left there, and no child alive, at the end."""
+    root = Path(tempfile.mkdtemp(prefix="al-", dir="/tmp"))  # socket paths are limited to about 100 bytes
+    before = os.environ.get("ASYNCLLM_RUNTIME_DIR")
+    os.environ["ASYNCLLM_RUNTIME_DIR"] = str(root)
+    try:
+        yield root
+        leaks.wait_until(lambda: not leaks.children() and not any(root.iterdir()), timeout_s=10.0)
+        alive = leaks.children()
+        left = sorted(str(path) for path in root.rglob("*"))
+        assert not alive, f"processes left behind: {[leaks.describe(pid) for pid in alive]}"
+        assert not left, f"files left behind: {left}"
+    finally:
+        if before is None:
+            del os.environ["ASYNCLLM_RUNTIME_DIR"]
+        else:
+            os.environ["ASYNCLLM_RUNTIME_DIR"] = before
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def no_leaks(runtime_root: Path) -> Iterator[None]:
+    """Fail the test if it leaves a child process, thread, file descriptor or runtime file behind."""
+    with leaks.no_leaks(runtime_root):
+        yield

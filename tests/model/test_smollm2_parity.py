@@ -1,0 +1,103 @@
+"""SmolLM2-135M-Instruct, from its GGUF and from a folder: the logits and greedy tokens of transformers in float32.
+
+transformers gets *our* prompt ids: its own GGUF tokenizer leaves out the digit split of this model's pre-tokenizer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm.checkpoint import open_checkpoint
+from asyncllm.models.base import CausalLM
+from asyncllm.models.registry import build_model
+from tests.support.flat import FlatDriver
+
+pytestmark = pytest.mark.model
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 64
+LOGIT_TOLERANCE = 3e-4
+"""On logits of up to 40: float32 sums in another order; transformers itself is off float64 by 5e-5."""
+
+CHAT = """\
+<|im_start|>system
+You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
+<|im_start|>user
+What is the capital of France?<|im_end|>
+<|im_start|>assistant
+"""
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, there was a",
+    "def fibonacci(n):\n    ",
+    "1, 2, 3, 4, 5,",
+    CHAT,
+    "naïve café — 東京 🙂",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(smollm2_folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_gguf: Path) -> CausalLM:
+    return build_model(open_checkpoint(str(smollm2_gguf)), torch.float32, CPU)
+
+
+def test_the_gguf_and_the_folder_are_the_same_model(model: CausalLM, smollm2_folder: Path) -> None:
+    from_folder = build_model(open_checkpoint(str(smollm2_folder)), torch.float32, CPU).state_dict()
+    from_gguf = model.state_dict()
+    assert from_folder.keys() == from_gguf.keys()
+    for name, tensor in from_gguf.items():
+        assert torch.equal(from_folder[name], tensor), name
+
+
+def test_the_gguf_says_what_the_folder_says(smollm2_gguf: Path, smollm2_folder: Path) -> None:
+    ours, theirs = open_checkpoint(str(smollm2_gguf)), open_checkpoint(str(smollm2_folder))
+    for name in ("architecture", "vocab_size", "max_position", "eos_token_ids", "bos_token_id"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    shared = ours.config.keys() & theirs.config.keys()
+    assert {name: ours.config[name] for name in shared} == {name: theirs.config[name] for name in shared}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template"):
+        assert ours.tokenizer_config[name] == theirs.tokenizer_config[name], name
+
+
+@pytest.mark.parametrize("text", PROMPTS, ids=range(len(PROMPTS)))
+def test_logits_of_a_prompt_equal_transformers(model: CausalLM, reference: Any, tokenizer: Any, text: str) -> None:
+    token_ids = tokenizer.encode(text).ids
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0]
+    found = FlatDriver(model).step({0: token_ids})[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", PROMPTS, ids=range(len(PROMPTS)))
+def test_greedy_tokens_equal_transformers(model: CausalLM, reference: Any, tokenizer: Any, text: str) -> None:
+    token_ids = tokenizer.encode(text).ids
+    with torch.inference_mode():
+        generated = reference.generate(
+            torch.tensor([token_ids]),
+            attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    found = FlatDriver(model, max_tokens=len(token_ids) + NUM_TOKENS).greedy(token_ids, NUM_TOKENS)
+    assert found == generated[0, len(token_ids) :].tolist()

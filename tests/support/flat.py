@@ -1,0 +1,83 @@
+"""A model driven by hand: flat batches over paged KV blocks, without scheduler, runner or engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch
+from asyncllm.attention.reference import ReferenceAttention
+from asyncllm.models.base import CausalLM, ForwardContext
+
+BLOCK_SIZE = 4
+
+
+class FlatDriver:
+    """Keeps the rows of a model: each row has its own blocks, interleaved with those of the others."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        max_rows: int = 4,
+        max_tokens: int = 96,
+        backend_class: type[AttentionBackend] = ReferenceAttention,
+    ) -> None:
+        self.model = model
+        dtype = next(model.parameters()).dtype
+        self.backend = backend_class(
+            AttentionSpec(
+                num_layers=model.num_layers,
+                num_heads=model.num_heads,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                block_size=BLOCK_SIZE,
+                dtype=dtype,
+                device=torch.device("cpu"),
+            )
+        )
+        self.max_blocks = -(-max_tokens // BLOCK_SIZE)
+        self.max_rows = max_rows
+        self.kv_caches = self.backend.allocate(1 + max_rows * self.max_blocks)
+        self.num_computed = [0] * max_rows
+
+    def blocks(self, row: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Return the block ids of ``row``: every ``max_rows``-th one, so that no two neighbours belong together."""
+        return 1 + row + self.max_rows * np.arange(self.max_blocks, dtype=np.int32)
+
+    def step(self, row_to_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Run one step that appends tokens to rows, and return the logits [new tokens, vocab] of each row."""
+        rows, lengths = list(row_to_tokens), [len(tokens) for tokens in row_to_tokens.values()]
+        positions = np.concatenate(
+            [self.num_computed[row] + np.arange(n) for row, n in zip(rows, lengths, strict=True)]
+        )
+        owners = np.repeat(rows, lengths)
+        slots = (1 + owners + self.max_rows * (positions // BLOCK_SIZE)) * BLOCK_SIZE + positions % BLOCK_SIZE
+        batch = FlatBatch(
+            query_lens=np.array(lengths, np.int32),
+            seq_lens=np.array([self.num_computed[row] + n for row, n in zip(rows, lengths, strict=True)], np.int32),
+            query_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+            block_table=np.stack([self.blocks(row) for row in rows]),
+            slot_mapping=slots.astype(np.int64),
+            positions=positions.astype(np.int64),
+        )
+        token_ids = torch.tensor([token for tokens in row_to_tokens.values() for token in tokens])
+        with torch.inference_mode():
+            context = ForwardContext(backend=self.backend, plan=self.backend.plan(batch), kv_caches=self.kv_caches)
+            hidden = self.model(token_ids, torch.from_numpy(batch.positions), context)
+            logits = self.model.compute_logits(hidden)
+        for row, count in zip(rows, lengths, strict=True):
+            self.num_computed[row] += count
+        return dict(zip(rows, logits.split(lengths), strict=True))
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int, *, row: int = 0) -> list[int]:
+        """Return ``num_tokens`` greedy tokens after ``prompt``, on a row that has none yet."""
+        tokens: list[int] = []
+        following: Sequence[int] = prompt
+        for _ in range(num_tokens):
+            following = [int(self.step({row: following})[row][-1].argmax())]
+            tokens.extend(following)
+        return tokens

@@ -1,0 +1,245 @@
+"""A worker without a model, and a scheduler joined to it.
+
+The fake worker keeps KV memory: at each position it stores a fingerprint of the whole prefix up to there. It verifies
+what it reads through the block tables against the tokens it was told, so a wrong block, a block given away too early or
+a stale one fails at once. A token is a function of the tokens before it, so each output has one right answer:
+:func:`solo_output`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from asyncllm.config import EngineConfig
+from asyncllm.core.block_hash import HashFunction, hash_block
+from asyncllm.core.scheduler import Scheduler
+from asyncllm.wire.messages import EngineCoreOutputs, EngineCoreRequest, EngineSampling, FinishedRequest, LogprobRows
+from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
+
+EOS = 2
+VOCABULARY = 97
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """Return the token that the fake model puts after these: 10 … 106, never :data:`EOS`."""
+    return 10 + int.from_bytes(hashlib.sha256(repr(list(token_ids)).encode()).digest()[:4]) % VOCABULARY
+
+
+def solo_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return what the fake model generates for a prompt alone."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+class Row:
+    """What the worker holds of one request."""
+
+    def __init__(self, new: Any) -> None:
+        self.request_id: int = new.request_id
+        self.token_ids: list[int] = list(new.token_ids)
+        self.num_prompt_tokens: int = new.num_prompt_tokens
+        self.num_computed_tokens: int = new.num_computed_tokens
+        self.block_ids: list[int] = list(new.block_ids)
+        self.sampling: EngineSampling = new.sampling
+
+
+class FakeWorker:
+    """Applies the difference of each step as the wire's contract says, and checks that it is one."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.rows: dict[int, Row] = {}
+        self.memory: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) → the prefix that ends there
+        self.forced: dict[int, list[int]] = {}  # request id → tokens to emit by output position, instead of the model's
+        self.failing: dict[int, str] = {}  # request id → why its row fails
+        self.num_computed_tokens = 0
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.apply(step)
+        for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
+            row = self.rows[slot]
+            for position in range(row.num_computed_tokens, row.num_computed_tokens + count):
+                self.memory[self.place(row, position)] = tuple(row.token_ids[: position + 1])
+        output = ModelRunnerOutput(step.step_id, [])
+        for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
+            self.finish_row(slot, self.rows[slot], count, output)
+        return output
+
+    def apply(self, step: SchedulerOutput) -> None:
+        for slot in step.freed_slots:
+            del self.rows[slot]
+        for new in step.new_requests:
+            assert new.slot not in self.rows, "the slot is taken"
+            assert 0 <= new.slot < self.max_num_seqs
+            assert new.num_computed_tokens < len(new.token_ids), "nothing left to compute"
+            self.rows[new.slot] = Row(new)
+        for slot, block_ids in zip(step.block_slots, step.block_ids, strict=True):
+            self.rows[slot].block_ids += block_ids
+        assert step.slots
+        assert len(set(step.slots)) == len(step.slots), "a slot stands twice in a step"
+        assert sum(step.num_scheduled_tokens) == step.total_num_tokens <= self.max_num_batched_tokens
+        assert min(step.num_scheduled_tokens) >= 1
+        assert all(1 <= block_id <= self.num_blocks for row in self.rows.values() for block_id in row.block_ids)
+
+    def place(self, row: Row, position: int) -> tuple[int, int]:
+        return row.block_ids[position // self.block_size], position % self.block_size
+
+    def finish_row(self, slot: int, row: Row, count: int, output: ModelRunnerOutput) -> None:
+        start = row.num_computed_tokens
+        row.num_computed_tokens = end = start + count
+        self.num_computed_tokens += count
+        assert end <= len(row.token_ids), "scheduled beyond the known tokens"
+        for position in range(end):
+            held = self.memory[self.place(row, position)]
+            assert held == tuple(row.token_ids[: position + 1]), f"wrong KV at position {position} of {row.request_id}"
+        if row.sampling.prompt_logprobs >= 0 and start < row.num_prompt_tokens - 1:
+            positions = range(start + 1, min(end, row.num_prompt_tokens - 1) + 1)
+            output.prompt_logprobs[slot] = logprob_rows(row.token_ids, positions, row.sampling.prompt_logprobs)
+        if row.request_id in self.failing:
+            output.failed[slot] = self.failing[row.request_id]
+        elif end == len(row.token_ids):
+            token_id = self.sample(row)
+            row.token_ids.append(token_id)
+            output.token_ids.append(token_id)
+            if row.sampling.logprobs >= 0:
+                output.logprobs[slot] = logprob_rows(row.token_ids, [end], row.sampling.logprobs)
+            return
+        output.token_ids.append(-1)
+
+    def sample(self, row: Row) -> int:
+        forced = self.forced.get(row.request_id, ())
+        position = len(row.token_ids) - row.num_prompt_tokens
+        return forced[position] if position < len(forced) else next_token(row.token_ids)
+
+
+def logprob_rows(token_ids: Sequence[int], positions: Iterable[int], num_top: int) -> LogprobRows:
+    """Return rows whose logprob is minus the position."""
+    rows = LogprobRows(1 + num_top, [], [], [])
+    for position in positions:
+        rows.token_ids += [token_ids[position], *range(num_top)]
+        rows.logprobs += [-float(position)] * (1 + num_top)
+        rows.ranks += range(1 + num_top)
+    return rows
+
+
+class Engine:
+    """A scheduler joined to a fake worker, with what the front end would have received.
+
+    ``launch`` and ``land`` are the two halves of ``step``; several steps may be in the air.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 200,
+        max_model_len: int = 4096,
+        block_size: int = 16,
+        hash_function: HashFunction = hash_block,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.from_options("none", block_size=block_size, **options)
+        self.scheduler = Scheduler(
+            config,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            eos_token_ids=(EOS,),
+            hash_function=hash_function,
+        )
+        seats, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+        self.worker = FakeWorker(num_blocks, block_size, seats, budget)
+        self.in_air: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, FinishedRequest] = {}
+        self.logprobs: dict[int, LogprobRows] = {}
+        self.prompt_logprobs: dict[int, LogprobRows] = {}
+        self.num_requests = 0
+
+    def add(
+        self,
+        prompt: int | Sequence[int] = 8,
+        max_tokens: int = 4,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        forced: Sequence[int] | None = None,
+        **sampling: Any,
+    ) -> int:
+        """Add a request and return its id; a number is the length of a prompt that no other request shares."""
+        request_id = self.num_requests
+        self.num_requests += 1
+        prompt = [1000 + request_id] * prompt if isinstance(prompt, int) else list(prompt)
+        if forced is not None:
+            self.worker.forced[request_id] = list(forced)
+        self.tokens[request_id] = []
+        self.scheduler.add_request(
+            EngineCoreRequest(request_id, prompt, EngineSampling(max_tokens, **sampling), priority, salt)
+        )
+        return request_id
+
+    def launch(self) -> SchedulerOutput | None:
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if step is not None:
+            self.in_air.append((step, self.worker.execute(step)))
+        return step
+
+    def land(self) -> EngineCoreOutputs:
+        outputs = self.scheduler.update_from_output(*self.in_air.popleft())
+        self.scheduler.check_integrity()
+        self.receive(outputs)
+        return outputs
+
+    def step(self) -> SchedulerOutput:
+        step = self.launch()
+        assert step is not None, "nothing to schedule"
+        while self.in_air:
+            self.land()
+        return step
+
+    def receive(self, outputs: EngineCoreOutputs | None) -> None:
+        if outputs is None:
+            return
+        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            assert request_id not in self.finished, "a token after the end"
+            self.tokens[request_id].append(token_id)
+        for finished in outputs.finished:
+            assert finished.request_id not in self.finished, "two ends"
+            self.finished[finished.request_id] = finished
+        for name in ("logprobs", "prompt_logprobs"):
+            for request_id, rows in getattr(outputs, name).items():
+                kept = getattr(self, name).setdefault(request_id, LogprobRows(rows.width, [], [], []))
+                kept.token_ids += rows.token_ids
+                kept.logprobs += rows.logprobs
+                kept.ranks += rows.ranks
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Step until nothing is left to do, and return the number of steps."""
+        for count in range(max_steps):
+            self.receive(self.scheduler.take_outputs())
+            if not self.scheduler.has_work():
+                return count
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.requests}")
+
+    def scheduled(self, step: SchedulerOutput) -> dict[int, int]:
+        """Return request id → number of tokens of a step just launched or landed."""
+        return {
+            self.worker.rows[slot].request_id: count
+            for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True)
+        }
+
+    def assert_empty(self) -> None:
+        """Verify that no request is left and every block is free."""
+        stats = self.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_parked) == (0, 0, 0)
+        assert stats.num_free_blocks == self.scheduler.kv.pool.num_blocks
+        assert not self.scheduler.has_unfinished()
+        assert not self.scheduler.has_work()

@@ -1,0 +1,139 @@
+"""Backends against float64 attention over the unpaged rows, written independently of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncllm.attention.base import AttentionBackend
+from asyncllm.attention.cpu import CpuAttention
+from asyncllm.attention.reference import ReferenceAttention
+from tests.support.attention import PagedRows, make_spec
+
+BACKENDS = [ReferenceAttention, CpuAttention]
+
+
+def exact(rows: PagedRows, row: int, *, scale: float = 0.3, window: int | None = None) -> torch.Tensor:
+    """Return causal attention of all tokens of ``row`` in float64, [L, H * D]."""
+    query, key, value = (part[row].double() for part in (rows.queries, rows.keys, rows.values))
+    group = rows.spec.num_heads // rows.spec.num_kv_heads
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    place = torch.arange(len(query))
+    hidden = place[None, :] > place[:, None]
+    if window is not None:
+        hidden |= place[None, :] <= place[:, None] - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value).flatten(1)
+
+
+def check(
+    rows: PagedRows, steps: list[list[tuple[int, int, int]]], cls: type[AttentionBackend], window: int | None
+) -> None:
+    backend = cls(rows.spec)
+    [cache] = backend.allocate(rows.num_blocks)
+    tolerance = 3e-6 if rows.spec.dtype == torch.float32 else 4e-2
+    for parts in steps:
+        for (row, begin, end), got in zip(parts, rows.run(backend, cache, parts, window=window), strict=True):
+            want = exact(rows, row, window=window)[begin:end]
+            assert got.shape == want.shape
+            assert (got.double() - want).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 3)])
+@pytest.mark.parametrize("cls", BACKENDS)
+def test_prefill_chunk_and_decode_share_a_step(
+    cls: type[AttentionBackend], heads: int, kv_heads: int, block_size: int, window: int | None
+) -> None:
+    rows = PagedRows(make_spec(heads=heads, kv_heads=kv_heads, block_size=block_size), [9, 21, 30, 1, 17])
+    first = [(0, 0, 8), (1, 0, 13), (2, 0, 29), (4, 0, 16)]
+    mixed = [(2, 29, 30), (3, 0, 1), (1, 13, 21), (0, 8, 9), (4, 16, 17)]
+    check(rows, [first, mixed], cls, window)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("cls", [CpuAttention])
+def test_long_prefill_in_odd_chunks(cls: type[AttentionBackend], window: int | None) -> None:
+    rows = PagedRows(make_spec(heads=6, kv_heads=3, head_dim=16, block_size=16), [700, 40, 300])
+    steps = [
+        [(0, 0, 301), (1, 0, 39)],
+        [(1, 39, 40), (0, 301, 699), (2, 0, 65)],
+        [(2, 65, 300), (0, 699, 700)],
+    ]
+    check(rows, steps, cls, window)
+
+
+@pytest.mark.parametrize("cls", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_cache(cls: type[AttentionBackend], dtype: torch.dtype) -> None:
+    rows = PagedRows(make_spec(heads=4, kv_heads=2, dtype=dtype), [11, 6])
+    check(rows, [[(0, 0, 10), (1, 0, 5)], [(0, 10, 11), (1, 5, 6)]], cls, None)
+
+
+def test_cpu_takes_strided_queries_keys_and_values() -> None:
+    spec = make_spec(heads=4, kv_heads=2)
+    rows = PagedRows(spec, [7])
+    fused = torch.cat([rows.queries[0], rows.keys[0], rows.values[0]], 1)
+    rows.queries, rows.keys, rows.values = [fused[:, :4]], [fused[:, 4:6]], [fused[:, 6:]]
+    check(rows, [[(0, 0, 7)]], CpuAttention, None)
+
+
+def test_cpu_decode_is_the_same_bit_for_bit_alone_and_in_any_batch() -> None:
+    lens = [1, 5, 16, 17, 33, 64, 100, 130, 7, 64]
+    rows = PagedRows(make_spec(heads=6, kv_heads=3, head_dim=64, block_size=4), lens)
+    backend = CpuAttention(rows.spec)
+    [cache] = backend.allocate(rows.num_blocks)
+    prompts = [(row, 0, n - 1) for row, n in enumerate(lens) if n > 1]
+    rows.run(backend, cache, prompts)
+    decode = [(row, n - 1, n) for row, n in enumerate(lens)]
+    together = rows.run(backend, cache, decode)
+    backwards = rows.run(backend, cache, decode[::-1])[::-1]
+    for row, part in enumerate(decode):
+        [alone] = rows.run(backend, cache, [part])
+        assert torch.equal(alone, together[row])
+        assert torch.equal(alone, backwards[row])
+
+
+def test_reference_is_the_same_bit_for_bit_in_any_chunking() -> None:
+    rows = PagedRows(make_spec(heads=2, kv_heads=1), [23])
+    backend = ReferenceAttention(rows.spec)
+    [cache] = backend.allocate(rows.num_blocks)
+    [whole] = rows.run(backend, cache, [(0, 0, 23)])
+    chunks = [rows.run(backend, cache, [(0, begin, min(begin + 5, 23))])[0] for begin in range(0, 23, 5)]
+    assert torch.equal(torch.cat(chunks), whole)
+
+
+def test_cpu_groups_are_split_when_a_gather_would_be_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = PagedRows(make_spec(heads=2, kv_heads=1), [20, 19, 18, 20, 20])
+    monkeypatch.setattr("asyncllm.attention.cpu.GATHER_BYTES", 2 * 5 * CpuAttention(rows.spec).bytes_per_block())
+    prompts = [(row, 0, n - 1) for row, n in enumerate(rows.seq_lens)]
+    check(rows, [prompts, [(row, n - 1, n) for row, n in enumerate(rows.seq_lens)]], CpuAttention, None)
+
+
+def test_scrubbed_blocks_cannot_harm_their_next_owner() -> None:
+    rows = PagedRows(make_spec(block_size=4), [3])
+    backend = CpuAttention(rows.spec)
+    [cache] = backend.allocate(rows.num_blocks)
+    cache.fill_(torch.nan)  # a request whose numbers were not finite owned these blocks
+    backend.scrub([cache], [0, *rows.blocks[0]])
+    [got] = rows.run(backend, cache, [(0, 0, 3)])
+    assert (got.double() - exact(rows, 0)).abs().max() < 3e-6
+
+
+def test_scrub_leaves_finite_numbers_alone() -> None:
+    backend = CpuAttention(make_spec())
+    [cache] = backend.allocate(3)
+    cache.normal_()
+    before = cache.clone()
+    backend.scrub([cache], [0, 1, 2])
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("cls", BACKENDS)
+def test_bytes_per_block_is_what_allocate_takes(cls: type[AttentionBackend]) -> None:
+    backend = cls(make_spec(heads=6, kv_heads=3))
+    taken = 0
+    for cache in backend.allocate(10):
+        taken += sum(part.nbytes for part in (cache if isinstance(cache, tuple) else (cache,)))
+    assert taken == 10 * backend.bytes_per_block()

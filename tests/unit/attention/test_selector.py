@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from asyncllm.attention.selector import choose_backend
+from asyncllm.errors import ConfigError
+from tests.support.attention import make_spec
+
+
+def test_auto_takes_the_first_that_can_serve() -> None:
+    assert choose_backend("auto", make_spec(), ("cpu", "reference")).name == "cpu"
+    assert choose_backend("auto", make_spec(), ("reference", "cpu")).name == "reference"
+
+
+def test_a_named_backend_is_taken() -> None:
+    assert choose_backend("reference", make_spec(), ("cpu",)).name == "reference"
+
+
+def test_auto_passes_over_a_backend_that_cannot_and_says_why_if_none_can() -> None:
+    spec = make_spec(heads=3, kv_heads=2)
+    with pytest.raises(ConfigError, match="3 query heads are not a multiple of 2"):
+        choose_backend("auto", spec, ("cpu",))
+
+
+def test_a_named_backend_that_cannot_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'cpu' cannot serve this model: cpu: 3 query heads"):
+        choose_backend("cpu", make_spec(heads=3, kv_heads=2), ("cpu", "reference"))
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'auto', 'cpu', 'reference'") as caught:
+        choose_backend("cuda", make_spec(), ("cpu",))
+    assert caught.value.parameter == "attention_backend"
+    assert caught.value.value == "cuda"

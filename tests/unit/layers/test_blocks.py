@@ -1,0 +1,131 @@
+"""Linear, norms, embeddings, activations and the attention layer: equal to transformers and torch, block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from asyncllm.errors import UnsupportedModelError
+from asyncllm.layers.activation import NAME_TO_ACTIVATION, get_activation
+from asyncllm.layers.attention import Attention
+from asyncllm.layers.embedding import Embedding, LearnedPositions
+from asyncllm.layers.linear import Linear, TorchLinearMethod, use_linear_method
+from asyncllm.layers.norm import LayerNorm, RMSNorm
+
+WHERE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+# ------------------------------------------------------------------------------------------------------------- linear
+def test_several_projections_are_one_matrix() -> None:
+    layer = Linear(8, (6, 2, 4), bias=True, **WHERE)
+    parts = [nn.Linear(8, size) for size in (6, 2, 4)]
+    destinations = layer.destinations("q", "k", "v")
+    assert list(destinations) == ["q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias"]
+    for name, part in zip("qkv", parts, strict=True):
+        destinations[f"{name}.weight"].copy_(part.weight.detach())
+        destinations[f"{name}.bias"].copy_(part.bias.detach())
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(layer(x), torch.cat([part(x) for part in parts], -1).detach())
+
+
+def test_no_bias_no_destination() -> None:
+    assert list(Linear(8, 4, bias=False, **WHERE).destinations("o")) == ["o.weight"]
+
+
+def test_another_linear_method_drops_in_after_loading() -> None:
+    class Doubled(TorchLinearMethod):
+        def prepare(self, layer: Linear) -> None:
+            layer.weight.mul_(2)
+
+    model = nn.Sequential(Linear(4, 4, bias=False, **WHERE), Linear(4, 2, bias=False, **WHERE))
+    for module in model:
+        module.weight.copy_(torch.randn_like(module.weight))
+    x = torch.randn(3, 4)
+    before = model(x)
+    use_linear_method(model, Doubled())
+    torch.testing.assert_close(model(x), before * 4)
+
+
+# -------------------------------------------------------------------------------------------------------------- norms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+    reference = LlamaRMSNorm(48, eps=1e-5).to(dtype)
+    reference.weight.data.normal_()
+    norm = RMSNorm(48, 1e-5, dtype=dtype, device=torch.device("cpu"))
+    norm.destinations("n")["n.weight"].copy_(reference.weight.detach())
+    x = torch.randn(5, 48).to(dtype)
+    assert torch.equal(norm(x), reference(x).detach())
+
+
+def test_rms_norm_of_a_row_does_not_depend_on_its_neighbours() -> None:
+    norm = RMSNorm(48, 1e-5, **WHERE)
+    norm.weight.normal_()
+    x = torch.randn(33, 48)
+    assert torch.equal(norm(x), torch.cat([norm(row[None]) for row in x]))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm_equals_torch(affine: bool) -> None:
+    reference = nn.LayerNorm(48, elementwise_affine=affine)
+    norm = LayerNorm(48, affine=affine, **WHERE)
+    assert set(norm.destinations("n")) == ({"n.weight", "n.bias"} if affine else set())
+    if affine:
+        for name, parameter in reference.named_parameters():
+            norm.destinations("n")[f"n.{name}"].copy_(parameter.data.normal_())
+    x = torch.randn(5, 48)
+    assert torch.equal(norm(x), reference(x).detach())
+
+
+# --------------------------------------------------------------------------------------------- embeddings, activations
+def test_embedding_gives_rows_that_may_be_changed() -> None:
+    table = Embedding(5, 3, **WHERE)
+    table.weight.copy_(torch.arange(15.0).view(5, 3))
+    rows = table(torch.tensor([4, 0, 4]))
+    rows.zero_()
+    assert table.weight[4].tolist() == [12.0, 13.0, 14.0]
+
+
+def test_learned_positions_skip_the_first_rows() -> None:
+    table = LearnedPositions(4, 1, offset=2, **WHERE)
+    table.weight.copy_(torch.arange(6.0).view(6, 1))
+    assert table(torch.tensor([0, 3])).tolist() == [[2.0], [5.0]]
+
+
+@pytest.mark.parametrize("name", sorted(NAME_TO_ACTIVATION))
+def test_activations_are_those_of_transformers(name: str) -> None:
+    x = torch.linspace(-6, 6, 101)
+    torch.testing.assert_close(get_activation(name)(x), ACT2FN[name](x))
+
+
+def test_an_unknown_activation_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'xielu'.*known are gelu") as caught:
+        get_activation("xielu")
+    assert caught.value.feature == "activation xielu"
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+def test_attention_writes_before_it_reads_and_uses_its_own_cache() -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Backend:
+        def write_kv(self, key: Any, value: Any, cache: Any, plan: Any) -> None:
+            calls.append(("write", (key, value, cache, plan)))
+
+        def forward(self, query: Any, cache: Any, plan: Any, *, scale: float, window: int | None) -> str:
+            calls.append(("read", (query, cache, plan, scale, window)))
+            return "out"
+
+    context: Any = type("Context", (), {"backend": Backend(), "plan": "plan", "kv_caches": ["zero", "one"]})()
+    q, k, v = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    assert Attention(1, scale=0.5, window=7)(q, k, v, context) == "out"
+    assert calls == [("write", (k, v, "one", "plan")), ("read", (q, "one", "plan", 0.5, 7))]
