@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["engine_environment", "hf_cache_dir", "log_level", "restore_pythonpath", "runtime_dir", "startup_timeout_s"]
+__all__ = ["engine_environment", "hf_cache_dir", "kernels", "log_level", "restore_pythonpath", "runtime_dir", "startup_timeout_s"]
 
 OUTER_PYTHONPATH = "ASYNCLLM_OUTER_PYTHONPATH"
 
@@ -26,6 +26,11 @@ def startup_timeout_s(default: float) -> float:
 def log_level() -> str:
     """Return ``ASYNCLLM_LOG_LEVEL``: what the engine process writes to its log file (default ``INFO``)."""
     return os.environ.get("ASYNCLLM_LOG_LEVEL") or "INFO"
+
+
+def kernels() -> str | None:
+    """Return ``ASYNCLLM_KERNELS``: the instruction set of the native CPU kernels, or ``off`` (``None``: the best)."""
+    return os.environ.get("ASYNCLLM_KERNELS") or None
 
 
 def runtime_dir() -> Path | None:

@@ -52,6 +52,11 @@ ALLM_API allm_pool* allm_pool_create(int32_t num_threads, int32_t spin_us);
 ALLM_API void allm_pool_destroy(allm_pool* pool);
 ALLM_API int32_t allm_pool_num_threads(const allm_pool* pool);
 
+// ---- probes (probe.cpp): what this machine can do, for benchmarks ------------------------------------------------
+
+ALLM_API int64_t allm_probe_multiply_add(allm_pool* pool, int64_t rounds);                 // returns operations done
+ALLM_API int64_t allm_probe_read(allm_pool* pool, const void* memory, int64_t bytes);      // returns bytes read
+
 // ---- packed weights (pack.cpp, gemm.cpp) -------------------------------------------------------------------------
 
 // One linear layer: `weight` holds panels made by allm_pack_rows in the same build of the library.
