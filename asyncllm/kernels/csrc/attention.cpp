@@ -22,7 +22,9 @@ namespace allm {
 namespace {
 
 constexpr int CHUNK = 256;
+constexpr int GROUPS = CHUNK / GROUP;
 constexpr int TILE_ROWS = 64;
+constexpr int AHEAD = 4;  // groups to prefetch ahead: keys and values come from memory in long decodes
 constexpr int ROWS = NUM_REGISTERS == 32 ? 6 : W == 8 ? 6 : 3;  // rows of a micro-kernel
 constexpr int SCORE_SUMS = NUM_REGISTERS == 32 ? 24 : 12;       // accumulators of the score micro-kernel
 
@@ -72,15 +74,16 @@ ALLM_INLINE Range intersect(Range a, Range b) { return {larger(a.begin, b.begin)
 
 // ---- micro-kernels -----------------------------------------------------------------------------------------------
 
-// scores[r][n * 16 + lane] = query[r] . key of that token, for N groups of 16 tokens whose keys are at keys[n]
+// scores[r][n * 16 + lane] = query[r] . key of that token, for N groups of 16 tokens whose keys are at keys[n]; what is
+// used AHEAD groups later is prefetched
 template <class Kv, int R, int N>
-ALLM_NOINLINE void score(const float* query, int64_t query_stride, const typename Kv::Element* const* keys,
-                         const typename Kv::Element* const* next, float* scores, int64_t dim) {
+ALLM_NOINLINE void score(const float* query, int64_t query_stride, const typename Kv::Element* const* keys, float* scores,
+                         int64_t dim) {
     vf sum[R][N * PARTS];
     unroll<R>([&](auto r) ALLM_LAMBDA_INLINE { unroll<N * PARTS>([&](auto j) ALLM_LAMBDA_INLINE { sum[r][j] = zero(); }); });
     const typename Kv::Element* key[N];
     const typename Kv::Element* ahead[N];
-    unroll<N>([&](auto n) ALLM_LAMBDA_INLINE { key[n] = keys[n], ahead[n] = next[n]; });
+    unroll<N>([&](auto n) ALLM_LAMBDA_INLINE { key[n] = keys[n], ahead[n] = keys[n + AHEAD]; });
     for (int64_t i = 0; i < dim; i++) {
         unroll<N>([&](auto n) ALLM_LAMBDA_INLINE {
             __builtin_prefetch(ahead[n] + i * GROUP);
@@ -109,7 +112,7 @@ ALLM_NOINLINE void weigh(const float* weights, const typename Kv::Element* const
     for_each_sum([&](auto r, auto j) ALLM_LAMBDA_INLINE { sum[r][j] = zero(); });
     for (; count > 0; count -= GROUP, groups++, weights += GROUP) {
         const typename Kv::Element* value = groups[0] + column;
-        const typename Kv::Element* ahead = (count > GROUP ? groups[1] : groups[0]) + column;
+        const typename Kv::Element* ahead = groups[AHEAD] + column;
         const int64_t tokens = smaller<int64_t>(GROUP, count);
 #pragma GCC unroll 1
         for (int64_t t = 0; t < tokens; t++) {
@@ -174,11 +177,8 @@ template <class Kv, int R>
 void score_groups(const Rows& rows, const typename Kv::Element* const* keys, int64_t count, float* scores, int64_t dim) {
     constexpr int N = SCORE_SUMS / (R * PARTS) > 4 ? 4 : larger(1, SCORE_SUMS / (R * PARTS));
     int64_t g = 0;
-    for (; g + N <= count; g += N) {
-        const auto* next = keys + (g + 2 * N <= count ? g + N : g);
-        score<Kv, R, N>(rows.query, dim, keys + g, next, scores + g * GROUP, dim);
-    }
-    for (; g < count; g++) score<Kv, R, 1>(rows.query, dim, keys + g, keys + g, scores + g * GROUP, dim);
+    for (; g + N <= count; g += N) score<Kv, R, N>(rows.query, dim, keys + g, scores + g * GROUP, dim);
+    for (; g < count; g++) score<Kv, R, 1>(rows.query, dim, keys + g, scores + g * GROUP, dim);
 }
 
 template <class Kv, int R>
@@ -190,12 +190,39 @@ void weigh_groups(const float* weights, const typename Kv::Element* const* group
     for (; j < value_stride; j += W) weigh<Kv, R, 1>(weights, groups, j, value_stride, count, values);
 }
 
+// Where a chunk's groups lie, in the order of their use: `count` groups of keys, as many of values, and what comes after
+// them: the keys of the next chunk, or the last values once more.
+template <class Kv>
+struct Uses {
+    const typename Kv::Element* groups[2 * GROUPS + AHEAD];
+
+    Uses(const Problem& problem, const Tile& tile, int64_t origin, int64_t first, int64_t count) {
+        const KvLayout& layout = problem.layout;
+        const int32_t* table = problem.batch->block_table + tile.seq * problem.batch->block_table_stride;
+        const auto* blocks = (const typename Kv::Element*)problem.blocks;
+        const int64_t next = origin + CHUNK, end = tile.last_chunk * (int64_t)CHUNK, length = problem.batch->seq_lens[tile.seq];
+        for (int64_t g = 0; g < count; g++) {
+            int64_t token = origin + (first + g) * GROUP, offset = token % layout.block_size;
+            const auto* head = blocks + layout.head(table[token / layout.block_size], tile.kv_head);
+            groups[g] = head + layout.key(offset);
+            groups[count + g] = head + layout.value(offset);
+        }
+        for (int64_t g = 0; g < AHEAD; g++) {
+            int64_t token = next + g * GROUP;
+            bool there = token < smaller(end, length);
+            groups[2 * count + g] = !there ? groups[2 * count - 1]
+                                           : blocks + layout.head(table[token / layout.block_size], tile.kv_head) +
+                                                 layout.key(token % layout.block_size);
+        }
+    }
+};
+
 // The partial results of R rows over one chunk: states[r], values[r][value_stride].
 template <class Kv, int R>
 void attend_chunk(const Problem& problem, const Tile& tile, const Rows& rows, int64_t chunk, ChunkScratch* scratch,
                   RowState* states, float* values) {
     const KvLayout& layout = problem.layout;
-    const int64_t origin = chunk * CHUNK, dim = layout.head_dim, block_size = layout.block_size;
+    const int64_t origin = chunk * CHUNK, dim = layout.head_dim;
     Range all{CHUNK, 0};  // relative to the chunk
     for (int r = 0; r < R; r++) {
         Range row = intersect({rows.visible[r].begin - origin, rows.visible[r].end - origin}, {0, CHUNK});
@@ -204,25 +231,17 @@ void attend_chunk(const Problem& problem, const Tile& tile, const Rows& rows, in
     for (int r = 0; r < R; r++) states[r] = {EMPTY, 0.0f};
     if (all.begin >= all.end) return;
 
-    const int64_t first = all.begin / GROUP, last = ceil_div(all.end, GROUP);
-    const int32_t* table = problem.batch->block_table + tile.seq * problem.batch->block_table_stride;
-    const typename Kv::Element* keys[CHUNK / GROUP];
-    const typename Kv::Element* group_values[CHUNK / GROUP];
-    for (int64_t g = first; g < last; g++) {
-        int64_t token = origin + g * GROUP, offset = token % block_size;
-        const auto* head = (const typename Kv::Element*)problem.blocks + layout.head(table[token / block_size], tile.kv_head);
-        keys[g] = head + layout.key(offset);
-        group_values[g] = head + layout.value(offset);
-    }
-    score_groups<Kv, R>(rows, keys + first, last - first, scratch->scores + first * GROUP, dim);
+    const int64_t first = all.begin / GROUP, count = ceil_div(all.end, GROUP) - first;
+    Uses<Kv> uses(problem, tile, origin, first, count);
+    score_groups<Kv, R>(rows, uses.groups, count, scratch->scores + first * GROUP, dim);
     for (int r = 0; r < R; r++) {
         Range inside{rows.visible[r].begin - origin, rows.visible[r].end - origin};
         float* scores = scratch->scores + r * CHUNK;
-        if (inside.begin < CHUNK && inside.end > 0) states[r] = soften(scores, {first * GROUP, last * GROUP}, inside);
-        else memset(scores + first * GROUP, 0, sizeof(float) * (last - first) * GROUP);
+        if (inside.begin < CHUNK && inside.end > 0) states[r] = soften(scores, {first * GROUP, (first + count) * GROUP}, inside);
+        else memset(scores + first * GROUP, 0, sizeof(float) * count * GROUP);
     }
     // Not a token past the last: nothing has been written there.
-    weigh_groups<Kv, R>(scratch->scores + first * GROUP, group_values + first, layout.value_stride, all.end - first * GROUP,
+    weigh_groups<Kv, R>(scratch->scores + first * GROUP, uses.groups + count, layout.value_stride, all.end - first * GROUP,
                         values);
 }
 
