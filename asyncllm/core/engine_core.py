@@ -6,6 +6,7 @@ request's failure is an answer to that request; an exception out of :meth:`Engin
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,8 @@ class EngineCore:
             )
             self.info = _engine_info(config, found)
         except BaseException:
-            self.executor.shutdown()
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self.executor.shutdown()
             raise
         self._refused: list[FinishedRequest] = []
         self._drains: list[Future[None]] = []
