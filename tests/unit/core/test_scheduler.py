@@ -409,10 +409,12 @@ def test_a_parked_waiting_request_keeps_its_place():
     engine.assert_empty()
 
 
-def test_r64_parked_requests_give_up_their_seats_and_blocks_first():
-    engine = Engine(num_blocks=10, block_size=4, max_num_seqs=4)
+@pytest.mark.parametrize("options", [{"max_num_seqs": 4}, {"num_blocks": 11, "block_size": 4}], ids=["seats", "blocks"])
+def test_r64_parked_requests_give_way_to_waiting_ones(options: dict[str, int]):
+    engine = Engine(**options)
     parked = [engine.add(8, max_tokens=5) for _ in range(4)]
-    engine.step()
+    for _ in range(2):
+        engine.step()
     engine.scheduler.park_requests(parked, True)
     fresh = [engine.add(8, max_tokens=5) for _ in range(4)]
     engine.run()
@@ -421,6 +423,26 @@ def test_r64_parked_requests_give_up_their_seats_and_blocks_first():
     engine.run()
     assert all(engine.tokens[i] == solo_output([1000 + i] * 8, 5) for i in parked)
     engine.assert_empty()
+
+
+def test_a_parked_request_makes_room_before_a_running_one():
+    engine = Engine(num_blocks=18, block_size=4)
+    a, b, c = (engine.add(8, max_tokens=20) for _ in range(3))
+    engine.step()
+    engine.scheduler.park_requests([b], True)
+    engine.run()
+    engine.scheduler.park_requests([b], False)
+    engine.run()
+    assert [engine.finished[i].num_preemptions for i in (a, b, c)] == [0, 0, 0]
+
+    engine = Engine(num_blocks=13, block_size=4)
+    a, b, c = (engine.add(8, max_tokens=20) for _ in range(3))
+    engine.step()
+    engine.scheduler.park_requests([b], True)
+    for _ in range(14):
+        engine.step()
+    requests = engine.scheduler.requests
+    assert [requests[i].num_preemptions for i in (a, b, c)] == [0, 1, 0]
 
 
 def test_r64_aborted_parked_requests_do_not_block_admission():
@@ -598,15 +620,18 @@ def test_r60_prompt_logprobs_with_chunked_prefill():
 
 
 def test_r60_a_preemption_does_not_repeat_prompt_logprobs():
-    engine = Engine(policy="priority", max_num_batched_tokens=7, max_num_seqs=1)
+    engine = Engine(max_num_batched_tokens=7)
     prompt = list(range(100, 135))
-    a = engine.add(prompt, max_tokens=3, prompt_logprobs=1, priority=1)
+    engine.add(4, max_tokens=3)
+    a = engine.add(prompt, max_tokens=3, prompt_logprobs=1)
     for _ in range(3):
-        engine.step()
-    engine.add(5, max_tokens=3)
-    engine.run()
+        engine.step()  # beside the other request: 3, 6 and 6 tokens
+    assert len(engine.prompt_logprobs[a].ranks) == 2 * 15
+    engine.scheduler.reset_prefix_cache(reset_running=True)
+    engine.run()  # alone: 7 in each step, so what was sent ends within a chunk
     assert engine.finished[a].num_preemptions == 1
     assert engine.prompt_logprobs[a].token_ids[::2] == prompt[1:]
+    assert engine.prompt_logprobs[a].logprobs[::2] == [-float(i) for i in range(1, 35)]
 
 
 # ------------------------------------------------------------------------------------------------------------ counters
