@@ -57,7 +57,8 @@ LLAMA3 = """{{- bos_token }}
         {{- tool_call.arguments | tojson }}
         {{- "}<|eot_id|>" }}
     {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -264,6 +265,8 @@ def test_template_runs_in_a_sandbox(attack: str) -> None:
 
 def test_objects_reach_the_template_as_plain_data() -> None:
     class Sneaky(str):
+        __slots__ = ()
+
         def save(self) -> str:
             return "saved"
 
@@ -275,7 +278,7 @@ def test_objects_reach_the_template_as_plain_data() -> None:
 def test_missing_template_says_what_to_do(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path, chat_template=None)
     template = ChatTemplate.from_checkpoint(open_checkpoint(str(folder)))
-    with pytest.raises(InvalidParameterError, match="no chat template.*`chat_template=`"):
+    with pytest.raises(InvalidParameterError, match=r"no chat template.*`chat_template=`"):
         template.render(TURNS)
 
 

@@ -123,7 +123,7 @@ def test_option_max_model_len_counts_before_the_engine_is_ready(tmp_path: Path) 
 
 def test_r62_prompt_larger_than_the_pool_is_refused_with_sizes(tmp_path: Path) -> None:
     processor = make(tmp_path, info={"num_blocks": 49, "block_size": 16})
-    with pytest.raises(RequestTooLargeError, match="1002 tokens.*63 KV blocks of 16 tokens, the engine has 49"):
+    with pytest.raises(RequestTooLargeError, match=r"1002 tokens.*63 KV blocks of 16 tokens, the engine has 49"):
         processor.process([1] * 1002)
     processor.process([1] * (49 * 16 - 1))
     with pytest.raises(RequestTooLargeError):
@@ -232,7 +232,7 @@ def test_open_fields_take_the_models_defaults_then_neutral_ones(tmp_path: Path) 
 
 
 def test_bad_generation_config_is_a_checkpoint_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="generation_config.json.*top_p"):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json.*top_p"):
         make(tmp_path, generation_config={"top_p": 7})
 
 
