@@ -1,7 +1,7 @@
 """A tiny attention model without a checkpoint, and a hand-driven scheduler for :class:`ModelRunner`.
 
-The driver follows the scheduler's rules (slots, blocks, differences) but leaves every decision to the test: which request
-computes how many tokens in which step, who is preempted and when.
+The driver follows the scheduler's rules (slots, blocks, differences) but leaves every decision to the test: which
+request computes how many tokens in which step, who is preempted and when.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Driver:
         return output
 
     def release(self, request_id: int) -> DrivenRequest:
-        """Take the request's slot and blocks away: it ended, or is preempted and starts again when it is next in a step."""
+        """Take the request's slot and blocks away: it ended, or is preempted and starts again in its next step."""
         request = self.requests[request_id]
         assert request.slot is not None
         self.freed.append(request.slot)
