@@ -172,9 +172,9 @@ class OtherWorker(Worker):
 def test_worker_cls_is_a_name_resolved_where_the_worker_runs(tiny_llama: Path) -> None:
     name = f"{OtherWorker.__module__}.OtherWorker"
     with Started(tiny_llama, worker_cls=name) as started:
-        assert type(started.executor._worker).__name__ == "OtherWorker"  # pyright: ignore
+        assert type(started.worker).__name__ == "OtherWorker"
     with (
-        pytest.raises(ConfigError, match="worker_cls names 'no.such.Worker'"),
+        pytest.raises(ConfigError, match=r"worker_cls names 'no\.such\.Worker'"),
         Started(tiny_llama, worker_cls="no.such.Worker"),
     ):
         pass
