@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 
+PROFILE_DIR = "asyncllm-profile"
+"""Where trace files go by default, below the folder that the caller started the engine in."""
+
 SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
 
 UTILITIES = frozenset(
@@ -159,12 +162,18 @@ class EngineCore:
         """Call ``method`` on every worker and return their values in rank order."""
         return self.executor.collective_rpc(method, args, kwargs)
 
-    def start_profile(self, *args: Any) -> None:
-        """Start the profiler of every worker."""
-        self.executor.collective_rpc("start_profile", args)
+    def start_profile(self, directory: str = PROFILE_DIR) -> None:
+        """Have every worker record what it does, for a trace file in ``directory`` (made if it is not there).
+
+        :raises UsageError: they record already.
+        """
+        self.executor.collective_rpc("start_profile", [os.path.abspath(directory)])
 
     def stop_profile(self) -> list[str]:
-        """Stop the profilers and return the paths of their trace files."""
+        """End the recording and return the paths of the trace files.
+
+        :raises UsageError: nothing is being recorded.
+        """
         paths: list[str] = []
         for found in self.executor.collective_rpc("stop_profile"):
             paths += [found] if isinstance(found, str) else found or []

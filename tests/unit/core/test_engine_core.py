@@ -149,6 +149,22 @@ def test_shutdown_cancels_drains(tmp_path: Path) -> None:
     assert drain.cancelled()
 
 
+def test_profile_of_every_worker_in_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(tmp_path)
+    calls: list[tuple[str, list[Any]]] = []
+
+    def collective_rpc(method: str, args: Any = (), kwargs: Any = None) -> list[Any]:
+        calls.append((method, list(args)))
+        return ["a.json", "b.json"] if method == "stop_profile" else [None, None]
+
+    monkeypatch.setattr(core.executor, "collective_rpc", collective_rpc)
+    monkeypatch.chdir(tmp_path)
+    core.start_profile()
+    core.start_profile("here")
+    assert calls == [("start_profile", [str(tmp_path / name)]) for name in ("asyncllm-profile", "here")]
+    assert core.stop_profile() == ["a.json", "b.json"]
+
+
 def test_info_joins_configuration_and_findings(tmp_path: Path) -> None:
     config: EngineConfig = scripted_config(tmp_path, block_size=8, num_blocks=32, max_num_batched_tokens=64)
     info = EngineCore(config, lambda *_: None).info
