@@ -249,7 +249,11 @@ class AsyncLLM:
         if session is None or not session.is_bound_here or request.is_long(session.inputs):
             return TokenStream(inbox, lambda: self._admit(request, inbox), self)
         began = time.perf_counter()
-        session.submit(request.process(session.inputs, inbox.request_id), inbox)
+        try:
+            session.submit(request.process(session.inputs, inbox.request_id), inbox)
+        except BaseException:
+            inbox.discard()  # frees the id: the traceback keeps the inbox
+            raise
         session.pace.spend(began)
         return TokenStream(inbox, None, self)
 
