@@ -422,7 +422,8 @@ class Scheduler:
         seated = [request for request in self.requests.values() if request.status is RequestStatus.RUNNING]
         assert self.running == sorted((r for r in seated if not r.parked), key=_urgency), "the running are out of order"
         waiting = [request for request in self.requests.values() if request.status is RequestStatus.WAITING]
-        assert list(self.waiting) == sorted((r for r in waiting if not r.parked), key=_urgency), "the queue differs"
+        queue = sorted((r for r in waiting if not r.parked), key=_urgency)
+        assert (list(self.waiting), len(self.waiting)) == (queue, len(queue)), "the queue differs"
         assert len(seated) + len(waiting) == len(self.requests), "a finished request is still known"
         assert self.parked == {r.request_id: r for r in self.requests.values() if r.parked}
         slots = [request.slot for request in seated] + self._free_slots

@@ -445,6 +445,32 @@ def test_a_parked_request_makes_room_before_a_running_one():
     assert [requests[i].num_preemptions for i in (a, b, c)] == [0, 1, 0]
 
 
+def test_the_least_urgent_parked_request_makes_room_first():
+    engine = Engine(max_num_seqs=3)
+    ids = [engine.add(8, max_tokens=5) for _ in range(3)]
+    engine.step()
+    engine.scheduler.park_requests(ids, True)
+    engine.add(8, max_tokens=1)
+    engine.run()
+    assert [engine.scheduler.requests[i].num_preemptions for i in ids] == [0, 0, 1]
+
+
+def test_a_request_that_was_parked_and_preempted_is_aborted():
+    engine = Engine(max_num_seqs=1)
+    a = engine.add(8, max_tokens=5)
+    engine.step()
+    engine.scheduler.park_requests([a], True)
+    for _ in range(5):
+        engine.add(8, max_tokens=3)
+    engine.step()
+    assert engine.scheduler.requests[a].num_preemptions == 1
+    engine.scheduler.abort_requests([a])
+    engine.scheduler.check_integrity()
+    engine.run()
+    assert len(engine.finished) == 5
+    engine.assert_empty()
+
+
 def test_r64_aborted_parked_requests_do_not_block_admission():
     engine = Engine(max_num_seqs=4)
     parked = [engine.add(8, max_tokens=50) for _ in range(4)]
@@ -530,6 +556,19 @@ def test_b62_b63_reset_with_running_requests():
     engine.land()
     engine.run()
     assert engine.tokens == {i: solo_output([5] * 8 + [i], 12) for i in ids}
+
+
+def test_b62_reset_preempts_parked_requests_too():
+    engine = Engine()
+    ids = [engine.add(8, max_tokens=4) for _ in range(2)]
+    engine.step()
+    engine.scheduler.park_requests(ids[:1], True)
+    assert engine.scheduler.reset_prefix_cache(reset_running=True)
+    engine.run()
+    engine.scheduler.park_requests(ids[:1], False)
+    engine.run()
+    assert engine.tokens == {i: solo_output([1000 + i] * 8, 4) for i in ids}
+    engine.assert_empty()
 
 
 # ------------------------------------------------------------------------------------------------------------ priority
