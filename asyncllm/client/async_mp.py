@@ -105,7 +105,7 @@ class AsyncMPClient(EngineCoreClient):
         try:
             with anyio.CancelScope(shield=True):
                 connection.request_shutdown()
-                await _wait_for_end(connection, connection.shutdown_timeout_s)
+                await _wait_for_end(connection, connection.shutdown_timeout_s if self._is_ready else 0)
                 connection.mark_closed()
                 fd = connection.process.readiness.fileno()
                 if fd >= 0:

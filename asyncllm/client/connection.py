@@ -137,7 +137,7 @@ class EngineConnection:
 
     def _send_unsent(self) -> None:
         unsent, socket = self._unsent, self.process.sockets.to_engine
-        if self._closed:
+        if self.is_dead:
             unsent.clear()
         while unsent:
             socket.send(unsent[0], zmq.NOBLOCK)

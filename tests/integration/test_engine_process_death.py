@@ -108,6 +108,25 @@ async def test_b40_an_exception_in_the_forward_is_the_named_cause(tmp_path: Path
     assert "Last lines of the engine's log" in caught.value.__notes__[0]
 
 
+async def test_a_crash_in_native_code_leaves_its_stack_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "crashing.py").write_text(
+        "import faulthandler\n"
+        "from asyncllm.testing import ScriptedExecutor\n"
+        "class Crashing(ScriptedExecutor):\n"
+        "    def execute_model(self, scheduler_output):\n"
+        "        faulthandler._sigsegv()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with started(scripted_config(tmp_path, executor="crashing.Crashing")) as client:
+        client.add_request(request(1))
+        with pytest.raises(EngineDeadError, match="was killed by SIGSEGV") as caught:
+            await client.recv()
+    assert "Segmentation fault" in (caught.value.log_tail or "")
+    assert "crashing.py" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("how", ["death", "close"])
 async def test_b33_every_pending_utility_call_fails(tmp_path: Path, how: str) -> None:
     errors: list[BaseException] = []

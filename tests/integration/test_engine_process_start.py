@@ -160,7 +160,7 @@ async def test_cancelling_a_start_leaves_nothing(tmp_path: Path, phase: str) -> 
 
 
 async def test_closing_while_it_starts_ends_the_start(tmp_path: Path) -> None:
-    client = AsyncMPClient(scripted_config(tmp_path, {"start_ms": 60_000}, shutdown_timeout_s=0.1))
+    client = AsyncMPClient(scripted_config(tmp_path, {"start_ms": 60_000}))
     loading = anyio.Event()
 
     async def start() -> None:
