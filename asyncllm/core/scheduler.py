@@ -9,8 +9,8 @@ waits at its own place. So the most urgent request always gets on, and two never
 
 Admission gives a request a *slot* (a row of the worker's batch) and blocks for all its tokens, and leaves one block
 free for each running request. So a prefill never stalls half-way, a running request needs at most one block per step,
-and none is preempted in the step that admits it. (Simulated with 200 requests and blocks
-for about 20 of them, headroom costs 2 % more steps and saves 9 of 10 preemptions and 40 % of the prefilled tokens.)
+and none is preempted in the step that admits it. Simulated with 200 requests and blocks for about 20 of them, that
+headroom costs 2 % more steps and saves 9 of 10 preemptions and 40 % of the prefilled tokens.
 
 ``schedule`` moves the state to where it will be once the step has run; ``update_from_output`` adds the sampled tokens.
 Several steps may be out at once: a request whose sample has not come back has nothing to schedule, and results for a
