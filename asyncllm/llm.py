@@ -8,6 +8,7 @@ done in the order in which it was left, between two steps.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -320,9 +321,10 @@ def _as_params(
 
 def _make_bar(total: int, progress: bool | None) -> Any:
     """Return a progress bar on stderr, ``None`` where none is wanted."""
-    if progress is False or total == 0:
+    if not total or not (sys.stderr.isatty() if progress is None else progress):
         return None
     from tqdm import tqdm
 
-    disable = None if progress is None else False  # None: unless stderr is a terminal
-    return cast("Any", tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=disable))
+    # Without a monitor_interval of 0, tqdm starts a thread that lives as long as the process.
+    bar = type("Bar", (cast("type[Any]", tqdm),), {"monitor_interval": 0})
+    return bar(total=total, unit="prompt", dynamic_ncols=True)
