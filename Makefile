@@ -25,7 +25,7 @@ help:
 
 demo: install model
 	@printf '\n> %s\n' "$(PROMPT)"
-	@printf '%s\n' "$(PROMPT)" | $(bin)/python -m asyncllm chat $(MODEL)
+	@printf '%s\n' "$(PROMPT)" | $(bin)/python -m asyncllm chat $(MODEL) --temperature 0
 	@printf '\nTalk to it yourself: %s\n' "$(bin)/python -m asyncllm chat $(MODEL)"
 
 install: $(VENV)/.installed
