@@ -86,6 +86,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._step_to_rows: dict[int, list[Request]] = {}  # steps that are out: who stands behind each row
         self._finished: list[FinishedRequest] = []  # not yet reported
+        self._prefix_hits: dict[int, int] = {}  # cached tokens by request id; not yet reported
         self._counters = SchedulerStats()
 
     # ----------------------------------------------------------------------------------------- what the front end sends
@@ -261,6 +262,8 @@ class Scheduler:
             counters.prefix_queries += num_queried
             counters.prefix_hits += request.num_computed_tokens
             request.num_cached_tokens = request.num_computed_tokens
+            if request.num_computed_tokens:
+                self._prefix_hits[request.request_id] = request.num_computed_tokens
 
     def _parked_victim(self) -> Request | None:
         """Return the least urgent parked request that holds a slot and blocks."""
@@ -301,6 +304,8 @@ class Scheduler:
         self._end_all(ended)
         self._counters.num_generated_tokens += len(result.token_ids)
         result.finished, self._finished = self._finished, []
+        if self._prefix_hits and result.token_ids:  # a message without tokens may go unsent
+            result.num_cached_tokens, self._prefix_hits = self._prefix_hits, {}
         result.stats = self.stats()
         return result
 

@@ -713,3 +713,16 @@ def test_b73_nothing_is_left():
     scheduler = engine.scheduler
     assert not any((scheduler.running, scheduler.parked, scheduler.waiting, scheduler._step_to_rows))
     assert scheduler.stats().num_generated_tokens == sum(map(len, engine.tokens.values()))
+
+
+def test_prefix_hits_are_told_with_the_first_token_so_that_an_abort_knows_them():
+    engine = Engine(block_size=4, max_num_batched_tokens=6)
+    engine.add([5] * 12, max_tokens=1)
+    engine.run()
+    cached = engine.add([5] * 12 + [6] * 8, max_tokens=9)
+    told = []
+    for _ in range(3):  # 12 of 20 are cached, so two chunks before the first token
+        engine.launch()
+        outputs = engine.land()
+        told.append((outputs.token_ids != [], outputs.num_cached_tokens))
+    assert told == [(False, {}), (True, {cached: 12}), (True, {})]
