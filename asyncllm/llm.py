@@ -272,11 +272,9 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and leave nothing behind; calls of other threads end with what they have. Idempotent."""
-        with self._turn:
-            while self._has_turn:
-                self._turn.wait()
-            self._session.close()
-            self._turn.notify_all()
+        if not self._session.is_closed:
+            self._do_soon(self._session.close)  # a thread that has the turn does it before its next step
+            self._drive(lambda: self._session.is_closed)
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,6 @@ from tests.support.scripted import letters_llm
 
 @pytest.fixture(scope="module")
 async def llm(anyio_backend: Any) -> AsyncIterator[AsyncLLM]:
-    """One engine per module and event loop; each test leaves it empty. A step takes long enough to wait for each token."""
+    """One engine per module and event loop, that each test leaves empty; its steps are long enough to wait for."""
     async with letters_llm({"step_ms": 2}) as llm:
         yield llm

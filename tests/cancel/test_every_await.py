@@ -164,7 +164,7 @@ async def test_task_cancel_of_asyncio_at_every_await(anyio_backend: Any, llm: As
     await task
 
 
-# --------------------------------------------------------------------------------------------------------- several at once
+# ------------------------------------------------------------------------------------------------------ several at once
 async def test_r01_two_hundred_streams_cancelled_before_their_first_token(llm: AsyncLLM, check: Check) -> None:
     async def one(k: int, work: Coroutine[Any, Any, Any]) -> None:
         with anyio.CancelScope() as scope:

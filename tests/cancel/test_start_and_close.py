@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> EngineConfig:
 async def gone(llm: AsyncLLM) -> None:
     """Wait for what the background has to clear away after a start was given up."""
     with anyio.fail_after(5):
-        while leaks.children():
+        while leaks.children():  # noqa: ASYNC110 - no event announces it
             await anyio.sleep(0.005)
     assert not llm.healthy
     assert llm.engine_pid is None
