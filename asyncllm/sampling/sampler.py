@@ -40,7 +40,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Stateless."""
+    """Draws the tokens of a step; holds nothing between steps."""
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> SamplerOutput:
         """Return a token for each row of ``logits`` [R, V] float32, which may be changed in place."""
