@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["DEQUANTIZED_TYPES", "dequantize"]
 
 CHUNK_ELEMENTS = 31 * 1024
-"""Numbers dequantized at once: intermediate tensors stay in the cache, and below the size from which torch uses threads.
+"""Numbers dequantized at once: intermediate tensors stay in the cache, below the size from which torch uses threads.
 
 Measured on SmolLM2-135M in Q4_1, two cores: 0.75 s always. Chunks of a million numbers take 0.6 s on idle cores, and
 4 s where something else runs, since each of the many short parallel operations waits for its slowest thread.
