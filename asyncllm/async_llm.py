@@ -63,13 +63,14 @@ class AsyncLLM:
         self._on_progress = on_progress
         self._counter = itertools.count(1)
         self._streams: weakref.WeakValueDictionary[str, StreamInbox] = weakref.WeakValueDictionary()
-        self.config = make_config(model, engine_options)
-        if self.config.frontend.in_process:
+        config = make_config(model, engine_options)
+        if config.frontend.in_process:
             raise ConfigError(
                 "in_process=True is for LLM and LLMEngine: an engine in this process would block the event loop",
                 parameter="in_process",
                 value=True,
             )
+        self.config = config
 
     # ---------------------------------------------------------------------------------------------------- start and end
     async def start(self) -> None:
@@ -94,17 +95,30 @@ class AsyncLLM:
         if session is None:
             if self._is_closed:
                 raise UsageError("this AsyncLLM is closed; start() or `async with` starts it again")
-            loop = current_event_loop()
-            if self._start is None or self._start.is_over:
-                self._start = SharedStart(self.config, self._on_progress, loop)
-            elif not self._start.event_loop.is_current():
-                raise UsageError("this AsyncLLM is being started on another event loop that is still running")
-            start = self._start
+            start = self._join_start()
             session = await start.wait()
             if self._start is start:
                 self._start, self._session = None, session
         session.check()
         session.bind()
+        return session
+
+    def _join_start(self) -> SharedStart:
+        loop = current_event_loop()
+        start = self._start
+        if start is None or start.is_lost:
+            start = self._start = SharedStart(self.config, self._on_progress, loop)
+        elif start.session is None and not start.event_loop.is_current():
+            raise UsageError("this AsyncLLM is being started on another event loop that is still running")
+        return start
+
+    def _take_session(self) -> Session | None:
+        """Return the session, also one whose start nobody waited for to the end, and forget it."""
+        start, self._start = self._start, None
+        session, self._session = self._session, None
+        if start is not None:
+            start.cancel()
+            session = session or start.session
         return session
 
     async def aclose(self) -> None:
@@ -113,10 +127,7 @@ class AsyncLLM:
         Streams end with what they hold and finish reason ``abort``. Idempotent. Cancelling it makes the end a hard one.
         """
         self._is_closed = True
-        if self._start is not None:
-            self._start.cancel()
-            self._start = None
-        session, self._session = self._session, None
+        session = self._take_session()
         if session is not None:
             await session.aclose()
 
@@ -130,9 +141,10 @@ class AsyncLLM:
         await self.aclose()
 
     def __del__(self) -> None:
-        session: Session | None = getattr(self, "_session", None)
-        if session is not None:
-            session.drop()
+        if hasattr(self, "config"):  # the constructor came to its end
+            session = self._take_session()
+            if session is not None:
+                session.drop()
 
     # --------------------------------------------------------------------------------------------------------- requests
     def stream(

@@ -296,6 +296,8 @@ def _as_prompts(prompts: Any) -> list[str | Sequence[int]]:
 
 
 def _as_conversations(messages: Any) -> list[Sequence[Message]]:
+    if not isinstance(messages, Sequence):
+        raise InvalidParameterError(f"messages is a {type(messages).__name__}; it must be a list of messages")
     many = cast("Sequence[Any]", messages)
     return [many] if len(many) and isinstance(many[0], Mapping) else list(many)
 
