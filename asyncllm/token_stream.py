@@ -108,8 +108,8 @@ class StreamInbox:
         if self.discarded:
             return
         self.items.append(delta)
-        if self.waiter is not None:
-            self._wake()
+        if self.waiter is not None and self.event_loop is not None:
+            self.event_loop.wake(self)
         elif len(self.items) >= self._high_water and not self.parked and self.port is not None:
             self.parked = True
             self.port.park(self, True)
@@ -247,10 +247,11 @@ class TokenStream:
                 if self._admit is not None:
                     await self._send(self._admit)
                 elif inbox.event_loop is not None:
-                    await inbox.event_loop.wait(inbox)
+                    await inbox.event_loop.park(inbox)
         except StopAsyncIteration:
             raise
         except BaseException:
+            inbox.waiter = None
             inbox.discard()
             raise
         finally:
