@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -179,6 +180,16 @@ async def test_r76_a_parked_stream_that_is_dropped_is_aborted() -> None:
         await assert_settled(llm)
 
 
+async def test_r76_a_parked_stream_that_is_finished_delivers_what_it_has() -> None:
+    async with letters_llm(max_buffered_tokens=8) as llm:
+        slow = llm.stream("slow", **ENDLESS)
+        await parked(llm)
+        slow.finish()
+        completion = await slow.completion()
+        assert completion.finish_reason is FinishReason.ABORT
+        assert completion.token_ids == letters(len(completion.token_ids))
+
+
 # --------------------------------------------------------------------------------------------------------------- bursts
 async def test_r74_a_burst_of_requests_leaves_the_engine_answering(llm: AsyncLLM) -> None:
     answers_s = []
@@ -283,6 +294,54 @@ async def test_a_long_prompt_is_refused_when_the_stream_is_first_read(llm: Async
         await anext(stream)
     with pytest.raises(PromptTooLongError):
         await llm.generate("x" * 9000)
+
+
+async def longest_gap_s(work: Callable[[], Awaitable[object]]) -> float:
+    """Return the longest time for which ``work`` kept a ticker of 5 ms from running."""
+    ticks = [time.perf_counter()]
+
+    async def tick() -> None:
+        while True:
+            await anyio.sleep(0.005)
+            ticks.append(time.perf_counter())
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(tick)
+        await work()
+        group.cancel_scope.cancel()
+    ticks.append(time.perf_counter())
+    return max(after - before for before, after in itertools.pairwise(ticks))
+
+
+@pytest.mark.parametrize("num_chars", [5_000_000, 20_000], ids=["by its length", "once it is tokenized in a thread"])
+async def test_r72_a_huge_text_is_refused_without_holding_up_the_loop(num_chars: int) -> None:
+    async with letters_llm(max_model_len=2000) as llm:
+
+        async def refused() -> None:
+            with pytest.raises(PromptTooLongError):
+                await llm.generate("x" * num_chars)
+
+        with anyio.fail_after(1):
+            assert await longest_gap_s(refused) < 0.1  # 50 ms are proposed; the tests share their cores
+
+
+async def test_messages_that_cannot_be_rendered_are_refused(llm: AsyncLLM) -> None:
+    for messages in ([], [{"content": "no role"}], "text", None):
+        with pytest.raises(InvalidParameterError):
+            llm.chat(messages)  # type: ignore[arg-type]
+    await assert_works(llm)
+    async with letters_llm(checkpoint={"chat_template": None}) as plain:
+        with pytest.raises(InvalidParameterError, match="template"):
+            plain.chat([{"role": "user", "content": "hello"}])
+
+
+async def test_a_request_that_was_never_sent_can_be_aborted_by_id() -> None:
+    llm = AsyncLLM("nowhere")
+    stream = llm.stream("prompt", request_id="x")
+    await llm.abort(["x", "unknown"])
+    assert [token.finish_reason async for token in stream] == [FinishReason.ABORT]
+    assert (await stream.completion()).text == ""
+    assert llm.engine_pid is None
 
 
 async def test_params_and_keywords_exclude_each_other(llm: AsyncLLM) -> None:
