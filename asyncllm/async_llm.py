@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -22,7 +23,6 @@ from asyncllm.errors import ConfigError, DuplicateRequestError, UsageError
 from asyncllm.token_stream import StreamInbox, TokenStream
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Unpack
@@ -62,6 +62,7 @@ class AsyncLLM:
         self._is_closed = False
         self._on_progress = on_progress
         self._counter = itertools.count(1)
+        self._name_prefix = f"request-{os.urandom(4).hex()}-"  # no id that a caller thinks of
         self._streams: weakref.WeakValueDictionary[str, StreamInbox] = weakref.WeakValueDictionary()
         config = make_config(model, engine_options)
         if config.frontend.in_process:
@@ -229,10 +230,10 @@ class AsyncLLM:
         return await stream.completion()
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests by id; their readers get what is held and finish reason ``abort``. Ids that do not live are
-        ignored.
+        """End requests by id: their readers get what is held and the finish reason ``abort``.
 
-        The aborts are sent before the first await; returns once the engine has taken them in.
+        Ids that do not live are ignored. The aborts are sent before the first await; returns once the engine has taken
+        them in.
 
         :raises EngineDeadError: the engine is gone.
         """
@@ -272,7 +273,7 @@ class AsyncLLM:
     def _claim(self, request_id: str | None, num_samples: int) -> StreamInbox:
         """Return the inbox of a new request under ``request_id``."""
         if request_id is None:
-            request_id = f"request-{next(self._counter)}"
+            request_id = f"{self._name_prefix}{next(self._counter)}"
         elif not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
         living = self._streams.get(request_id)

@@ -256,6 +256,14 @@ async def test_r57_a_live_request_id_is_refused_and_the_first_goes_on(llm: Async
     assert len((await llm.generate("other", request_id="x", max_tokens=3)).token_ids) == 3
 
 
+async def test_ids_that_are_made_up_do_not_meet_those_of_callers(llm: AsyncLLM) -> None:
+    streams = [llm.stream("prompt", request_id=f"request-{number}", max_tokens=2) for number in range(5)]
+    streams += [llm.stream("prompt", max_tokens=2) for _ in range(5)]
+    assert len({stream.request_id for stream in streams}) == 10
+    for stream in streams:
+        assert (await stream.completion()).request_id == stream.request_id
+
+
 async def test_b26_a_request_id_is_a_string(llm: AsyncLLM) -> None:
     with pytest.raises(TypeError, match="request_id"):
         llm.stream("prompt", request_id=7)  # type: ignore[arg-type]
