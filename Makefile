@@ -24,7 +24,9 @@ help:
 	@echo "make clean   remove $(VENV), .models and caches"
 
 demo: install model
-	@$(bin)/python -m asyncllm chat $(MODEL) "$(PROMPT)"
+	@printf '\n> %s\n' "$(PROMPT)"
+	@printf '%s\n' "$(PROMPT)" | $(bin)/python -m asyncllm chat $(MODEL) --temperature 0
+	@printf '\nTalk to it yourself: %s\n' "$(bin)/python -m asyncllm chat $(MODEL)"
 
 install: $(VENV)/.installed
 model: $(MODEL)

@@ -95,7 +95,7 @@ def _chat(options: argparse.Namespace) -> int:
         while True:
             try:
                 question = input("> " if sys.stdin.isatty() else "")
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 _tell("")
                 return 0
             if not question.strip():

@@ -5,8 +5,8 @@ anyio covers the rest of the package. Here its primitives would cost: a hand-off
 a bare future (asyncio) or a parked task (trio) 1-3 µs; and our reader task must not belong to any task group of the
 caller.
 
-Invariant: nothing in this module awaits except :meth:`EventLoop.wait`, so everything else is safe on a cancellation
-path.
+Invariant: nothing in this module awaits except what :meth:`EventLoop.park` returns, so everything else is safe on a
+cancellation path.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from asyncllm.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
 __all__ = ["EventLoop", "Waiting", "current_event_loop", "running_event_loop"]
 
 
 class Waiting(Protocol):
-    """What :meth:`EventLoop.wait` parks on: ``waiter`` is not ``None`` while somebody waits."""
+    """What :meth:`EventLoop.park` parks on: ``waiter`` is not ``None`` while somebody waits."""
 
     waiter: Any
 
@@ -58,8 +58,11 @@ class EventLoop(ABC):
         """Call ``function`` in this loop; from any thread, also from ``__del__``. ``False``: the loop is over."""
 
     @abstractmethod
-    async def wait(self, waiting: Waiting) -> None:
-        """Park the current task in ``waiting.waiter`` until :meth:`wake`; cancellation ends the wait at once."""
+    def park(self, waiting: Waiting) -> Awaitable[object]:
+        """Return what the current task awaits at once, to be parked in ``waiting.waiter`` until :meth:`wake`.
+
+        Cancellation ends the wait at once; whoever awaits this then has to set ``waiting.waiter`` to ``None``.
+        """
 
     @abstractmethod
     def wake(self, waiting: Waiting) -> None:
@@ -92,13 +95,9 @@ class AsyncioLoop(EventLoop):
             return False
         return True
 
-    async def wait(self, waiting: Waiting) -> None:
+    def park(self, waiting: Waiting) -> Awaitable[object]:
         waiting.waiter = waiter = self._loop.create_future()
-        try:
-            await waiter
-        finally:
-            if waiting.waiter is waiter:
-                waiting.waiter = None
+        return waiter
 
     def wake(self, waiting: Waiting) -> None:
         waiter, waiting.waiter = waiting.waiter, None
@@ -132,15 +131,14 @@ class TrioLoop(EventLoop):
             return False
         return True
 
-    async def wait(self, waiting: Waiting) -> None:
-        task = waiting.waiter = self._lowlevel.current_task()
+    def park(self, waiting: Waiting) -> Awaitable[object]:
+        waiting.waiter = self._lowlevel.current_task()
 
         def leave(_: Any) -> Any:
-            if waiting.waiter is task:
-                waiting.waiter = None
+            waiting.waiter = None
             return self._lowlevel.Abort.SUCCEEDED
 
-        await self._lowlevel.wait_task_rescheduled(leave)
+        return self._lowlevel.wait_task_rescheduled(leave)
 
     def wake(self, waiting: Waiting) -> None:
         task, waiting.waiter = waiting.waiter, None

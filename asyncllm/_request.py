@@ -83,6 +83,8 @@ class ChatRequest(_Request):
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
+        if not isinstance(self.messages, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return False  # refused by process()
         return inputs.is_long(" " * sum(_num_chars(message) for message in self.messages))
 
     def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:

@@ -100,8 +100,9 @@ class Session:
             self._reader.cancel()
             self._leave_loop()
         loop = self.event_loop = current_event_loop()
-        self._reader = _Reader(self, loop)
         self.pace = Pace()
+        if self.death is None and not self.is_closed:
+            self._reader = _Reader(self, loop)
         return loop
 
     @property
@@ -212,9 +213,14 @@ class Session:
         self._fail_all(error)
 
     def _note_idle(self) -> None:
-        if self._idle is not None and self.outputs.num_unfinished == 0:
+        """Tell those who drain if nothing is in flight. Any thread."""
+        if self._idle is None or self.outputs.num_unfinished or self.event_loop is None:
+            return
+        if self.event_loop.is_current():
             self._idle.set()
             self._idle = None
+        else:
+            self.event_loop.run_soon(self._note_idle)
 
     # ------------------------------------------------------------------------------------------------------ what awaits
     async def call(self, method: str, *args: Any) -> Any:
@@ -255,11 +261,14 @@ class Session:
         await self.client.aclose()
 
     def drop(self) -> None:
-        """Let go of the engine: its client ends it once the reader, the last to hold the client, has left."""
+        """Let go of the engine: its client ends it once the reader, the last to hold it, has left. Any thread."""
         self.is_closed = True
-        if self._reader is not None:
-            self._reader.cancel()
-            self._reader = None
+        reader, self._reader = self._reader, None
+        if reader is not None and self.event_loop is not None:
+            if self.event_loop.is_current():
+                reader.cancel()
+            else:
+                self.event_loop.run_soon(reader.cancel)
 
 
 class _Reader:

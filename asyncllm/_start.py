@@ -57,14 +57,22 @@ class SharedStart:
         self._done = anyio.Event()
         self._scope = anyio.CancelScope()
         self._num_waiting = 0
+        self._is_taken = False
         self._session: Session | None = None
         self._error: BaseException | None = None
         self._task = loop.spawn(self._run, "asyncllm start")
 
     @property
-    def is_over(self) -> bool:
-        """Whether it has ended, well or not, or was given up."""
-        return self._done.is_set() or self._scope.cancel_called or not self.event_loop.is_alive()
+    def session(self) -> Session | None:
+        """What was started; ``None`` while it starts, and if that failed."""
+        return self._session
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no session will come of it: it failed, was given up, or its event loop is over."""
+        if self._done.is_set():
+            return self._session is None
+        return self._scope.cancel_called or not self.event_loop.is_alive()
 
     async def wait(self) -> Session:
         """Return the session once the engine is ready.
@@ -77,15 +85,25 @@ class SharedStart:
         self._num_waiting += 1
         try:
             await self._done.wait()
+        except BaseException:
+            if self._num_waiting == 1 and not self._is_taken:
+                self._give_up()
+            raise
         finally:
             self._num_waiting -= 1
-            if self._num_waiting == 0 and not self._done.is_set():
-                self._scope.cancel()
         if self._session is not None:
+            self._is_taken = True
             return self._session
         if isinstance(self._error, AsyncLLMError):
             raise self._error.fresh()
         raise self._error or UsageError("this AsyncLLM was closed while it was starting")
+
+    def _give_up(self) -> None:
+        """End the start, or the engine if it has just become ready and nobody is left to take it."""
+        self._scope.cancel()
+        session, self._session = self._session, None
+        if session is not None:
+            self._task = self.event_loop.spawn(session.aclose, "asyncllm end")
 
     def cancel(self) -> None:
         """Give the start up; whoever waits gets a :class:`UsageError`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -22,7 +23,6 @@ from asyncllm.errors import ConfigError, DuplicateRequestError, UsageError
 from asyncllm.token_stream import StreamInbox, TokenStream
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Unpack
@@ -62,14 +62,16 @@ class AsyncLLM:
         self._is_closed = False
         self._on_progress = on_progress
         self._counter = itertools.count(1)
+        self._name_prefix = f"request-{os.urandom(4).hex()}-"  # no id that a caller thinks of
         self._streams: weakref.WeakValueDictionary[str, StreamInbox] = weakref.WeakValueDictionary()
-        self.config = make_config(model, engine_options)
-        if self.config.frontend.in_process:
+        config = make_config(model, engine_options)
+        if config.frontend.in_process:
             raise ConfigError(
                 "in_process=True is for LLM and LLMEngine: an engine in this process would block the event loop",
                 parameter="in_process",
                 value=True,
             )
+        self.config = config
 
     # ---------------------------------------------------------------------------------------------------- start and end
     async def start(self) -> None:
@@ -94,17 +96,30 @@ class AsyncLLM:
         if session is None:
             if self._is_closed:
                 raise UsageError("this AsyncLLM is closed; start() or `async with` starts it again")
-            loop = current_event_loop()
-            if self._start is None or self._start.is_over:
-                self._start = SharedStart(self.config, self._on_progress, loop)
-            elif not self._start.event_loop.is_current():
-                raise UsageError("this AsyncLLM is being started on another event loop that is still running")
-            start = self._start
+            start = self._join_start()
             session = await start.wait()
             if self._start is start:
                 self._start, self._session = None, session
         session.check()
         session.bind()
+        return session
+
+    def _join_start(self) -> SharedStart:
+        loop = current_event_loop()
+        start = self._start
+        if start is None or start.is_lost:
+            start = self._start = SharedStart(self.config, self._on_progress, loop)
+        elif start.session is None and not start.event_loop.is_current():
+            raise UsageError("this AsyncLLM is being started on another event loop that is still running")
+        return start
+
+    def _take_session(self) -> Session | None:
+        """Return the session, also one whose start nobody waited for to the end, and forget it."""
+        start, self._start = self._start, None
+        session, self._session = self._session, None
+        if start is not None:
+            start.cancel()
+            session = session or start.session
         return session
 
     async def aclose(self) -> None:
@@ -113,10 +128,7 @@ class AsyncLLM:
         Streams end with what they hold and finish reason ``abort``. Idempotent. Cancelling it makes the end a hard one.
         """
         self._is_closed = True
-        if self._start is not None:
-            self._start.cancel()
-            self._start = None
-        session, self._session = self._session, None
+        session = self._take_session()
         if session is not None:
             await session.aclose()
 
@@ -130,9 +142,10 @@ class AsyncLLM:
         await self.aclose()
 
     def __del__(self) -> None:
-        session: Session | None = getattr(self, "_session", None)
-        if session is not None:
-            session.drop()
+        if hasattr(self, "config"):  # the constructor came to its end
+            session = self._take_session()
+            if session is not None:
+                session.drop()
 
     # --------------------------------------------------------------------------------------------------------- requests
     def stream(
@@ -217,10 +230,10 @@ class AsyncLLM:
         return await stream.completion()
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests by id; their readers get what is held and finish reason ``abort``. Ids that do not live are
-        ignored.
+        """End requests by id: their readers get what is held and the finish reason ``abort``.
 
-        The aborts are sent before the first await; returns once the engine has taken them in.
+        Ids that do not live are ignored. The aborts are sent before the first await; returns once the engine has taken
+        them in.
 
         :raises EngineDeadError: the engine is gone.
         """
@@ -249,14 +262,18 @@ class AsyncLLM:
         if session is None or not session.is_bound_here or request.is_long(session.inputs):
             return TokenStream(inbox, lambda: self._admit(request, inbox), self)
         began = time.perf_counter()
-        session.submit(request.process(session.inputs, inbox.request_id), inbox)
+        try:
+            session.submit(request.process(session.inputs, inbox.request_id), inbox)
+        except BaseException:
+            inbox.discard()  # frees the id: the traceback keeps the inbox
+            raise
         session.pace.spend(began)
         return TokenStream(inbox, None, self)
 
     def _claim(self, request_id: str | None, num_samples: int) -> StreamInbox:
         """Return the inbox of a new request under ``request_id``."""
         if request_id is None:
-            request_id = f"request-{next(self._counter)}"
+            request_id = f"{self._name_prefix}{next(self._counter)}"
         elif not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
         living = self._streams.get(request_id)

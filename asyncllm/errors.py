@@ -52,6 +52,7 @@ __all__ = [
     "UnsupportedModelError",
     "UsageError",
     "UtilityError",
+    "describe_error",
 ]
 
 

@@ -8,6 +8,7 @@ done in the order in which it was left, between two steps.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -271,11 +272,9 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and leave nothing behind; calls of other threads end with what they have. Idempotent."""
-        with self._turn:
-            while self._has_turn:
-                self._turn.wait()
-            self._session.close()
-            self._turn.notify_all()
+        if not self._session.is_closed:
+            self._do_soon(self._session.close)  # a thread that has the turn does it before its next step
+            self._drive(lambda: self._session.is_closed)
 
     def __enter__(self) -> Self:
         return self
@@ -297,6 +296,8 @@ def _as_prompts(prompts: Any) -> list[str | Sequence[int]]:
 
 
 def _as_conversations(messages: Any) -> list[Sequence[Message]]:
+    if not isinstance(messages, Sequence):
+        raise InvalidParameterError(f"messages is a {type(messages).__name__}; it must be a list of messages")
     many = cast("Sequence[Any]", messages)
     return [many] if len(many) and isinstance(many[0], Mapping) else list(many)
 
@@ -320,9 +321,10 @@ def _as_params(
 
 def _make_bar(total: int, progress: bool | None) -> Any:
     """Return a progress bar on stderr, ``None`` where none is wanted."""
-    if progress is False or total == 0:
+    if not total or not (sys.stderr.isatty() if progress is None else progress):
         return None
     from tqdm import tqdm
 
-    disable = None if progress is None else False  # None: unless stderr is a terminal
-    return cast("Any", tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=disable))
+    # Without a monitor_interval of 0, tqdm starts a thread that lives as long as the process.
+    bar = type("Bar", (cast("type[Any]", tqdm),), {"monitor_interval": 0})
+    return bar(total=total, unit="prompt", dynamic_ncols=True)

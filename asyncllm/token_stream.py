@@ -108,8 +108,8 @@ class StreamInbox:
         if self.discarded:
             return
         self.items.append(delta)
-        if self.waiter is not None:
-            self._wake()
+        if self.waiter is not None and self.event_loop is not None:
+            self.event_loop.wake(self)
         elif len(self.items) >= self._high_water and not self.parked and self.port is not None:
             self.parked = True
             self.port.park(self, True)
@@ -146,18 +146,14 @@ class StreamInbox:
         self.items.clear()
         if is_owed and self.port is not None:
             self.port.abort(self)
-        if self.event_loop is not None and (self.waiter is not None or self.admission is not None):
-            if self.event_loop.is_current():
-                self._wake()
-            else:
-                self.event_loop.run_soon(self._wake)
+        self._wake_anywhere()
 
     def end_unsent(self) -> None:
-        """End a request that was never sent, as if it had been aborted before its first token."""
+        """End a request that was never sent, as if it had been aborted before its first token. Any thread."""
         for index in range(self.num_samples):
-            self.put(TokenDelta("", [], index, finish_reason=FinishReason.ABORT))
+            self.items.append(TokenDelta("", [], index, finish_reason=FinishReason.ABORT))
         self.ended = True
-        self._wake()
+        self._wake_anywhere()
 
     def partial_completion(self) -> Completion:
         """Return what was delivered of a request that did not end by itself."""
@@ -172,6 +168,14 @@ class StreamInbox:
             usage = request.usage(time.perf_counter())
             samples = [_without(sample.completion(usage), self.undelivered) for sample in request.samples]
         return msgspec.structs.replace(samples[0], samples=samples)
+
+    def _wake_anywhere(self) -> None:
+        """Wake the reader, if it waits, from any thread."""
+        if self.event_loop is not None and (self.waiter is not None or self.admission is not None):
+            if self.event_loop.is_current():
+                self._wake()
+            else:
+                self.event_loop.run_soon(self._wake)
 
     def _wake(self) -> None:
         if self.waiter is not None and self.event_loop is not None:
@@ -243,10 +247,11 @@ class TokenStream:
                 if self._admit is not None:
                     await self._send(self._admit)
                 elif inbox.event_loop is not None:
-                    await inbox.event_loop.wait(inbox)
+                    await inbox.event_loop.park(inbox)
         except StopAsyncIteration:
             raise
         except BaseException:
+            inbox.waiter = None
             inbox.discard()
             raise
         finally:

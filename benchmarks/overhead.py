@@ -36,6 +36,8 @@ from asyncllm.frontend.tokenizer import Tokenizer
 from asyncllm.testing import scripted_options
 from asyncllm.wire.codec import make_encoder, output_decoder
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # "parts" runs the worker here; engine processes have it anyway
+
 PROMPT_TOKENS, OUTPUT_TOKENS = 16, 128
 PARAMS = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 

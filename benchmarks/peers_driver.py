@@ -23,6 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import report
+
 
 def import_harness() -> Any:
     """Import ``harness`` from the folder that ``--harness`` names, before the harness parses its own arguments."""
@@ -56,7 +58,7 @@ class AsyncLLMDriver(harness.Driver):
         from asyncllm import AsyncLLM, SamplingParams
 
         self.import_s = time.perf_counter() - begun
-        self.versions = {name: version(name) for name in ("asyncllm", "torch", "tokenizers")}
+        self.versions = {"asyncllm": report.commit() or version("asyncllm"), "torch": version("torch")}
         self.params = lambda max_tokens: SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         self.llm = AsyncLLM(
             args.model or workload["model"],

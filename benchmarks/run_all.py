@@ -12,8 +12,9 @@ from pathlib import Path
 import report
 
 HERE = Path(__file__).resolve().parent
-RUNS = {
+RUNS: dict[str, list[str]] = {
     "import_cost": [],
+    "scheduler": [],
     "wire_bytes": [],
     "startup": ["--model"],
     "cancel_latency": ["--model"],

@@ -26,9 +26,8 @@ async def main() -> None:
     prompt_tokens = sum(a.usage.prompt_tokens for a in answers)
     cached_tokens = sum(a.usage.cached_tokens for a in answers)
     print(answers[7].text.strip())
-    print(
-        f"{len(answers)} answers in {took:.1f} s; {cached_tokens / prompt_tokens:.0%} of the prompt tokens from the cache"
-    )
+    print(f"{len(answers)} answers in {took:.1f} s")
+    print(f"{cached_tokens / prompt_tokens:.0%} of the prompt tokens came from the cache")
 
 
 asyncllm.run(main)

@@ -6,6 +6,7 @@ which has to be empty, with no child process alive, when the session ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from tests.support import leaks, models
@@ -83,6 +85,8 @@ def tiny_opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def runtime_root() -> Iterator[Path]:
     """Where engines of this session put their sockets; nothing may be left there, and no child alive, at the end."""
+    with contextlib.suppress(ImportError):  # its first loop opens two descriptors that stay
+        anyio.run(anyio.sleep, 0, backend="asyncio", backend_options={"use_uvloop": True})
     root = Path(tempfile.mkdtemp(prefix="al-", dir="/tmp"))  # socket paths are limited to about 100 bytes
     before = os.environ.get("ASYNCLLM_RUNTIME_DIR")
     os.environ["ASYNCLLM_RUNTIME_DIR"] = str(root)

@@ -35,6 +35,7 @@ PADDING_STEPS = 8  # padded numbers of blocks between two powers of two: at most
 QUERY_PADDING: Int64 = np.arange(MAX_TILE_QUERIES + 1)  # padded number of queries by true number
 QUERY_PADDING[1 : MAX_PADDED_QUERIES + 1] = [1 << (n - 1).bit_length() for n in range(1, MAX_PADDED_QUERIES + 1)]
 ZERO, MINUS_INFINITY = np.float32(0.0), np.float32(-np.inf)
+CACHE_LINE = 64
 GATHER_BYTES = 8 << 20  # most gathered keys and values of a group: stays in a core's share of the last-level cache
 
 
@@ -122,9 +123,7 @@ class CpuAttention(AttentionBackend):
         spec = self.spec
         shape = (2 * spec.num_kv_heads, num_blocks, spec.block_size * spec.head_dim)
         num_bytes = int(np.prod(shape)) * spec.dtype.itemsize
-        return [
-            torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(spec.dtype).view(shape) for _ in range(spec.num_layers)
-        ]
+        return [_lazy_zeros(num_bytes).view(spec.dtype).view(shape) for _ in range(spec.num_layers)]
 
     def scrub(self, caches: list[torch.Tensor], block_ids: list[int]) -> None:
         """Make every number in these blocks finite; finite ones stay as they are."""
@@ -258,6 +257,13 @@ class CpuAttention(AttentionBackend):
                 table[between] = -(-table[between] // step) * step
             self._padded_blocks = table
         return self._padded_blocks[num_blocks]
+
+
+def _lazy_zeros(num_bytes: int) -> torch.Tensor:
+    """Return zeroed bytes at a cache line's border that take no memory until they are used."""
+    memory = np.zeros(num_bytes + CACHE_LINE, np.uint8)
+    begin = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[begin : begin + num_bytes])
 
 
 def _cut_tiles(batch: FlatBatch, block_size: int, window: int | None) -> Tiles:

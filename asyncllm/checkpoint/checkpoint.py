@@ -7,6 +7,7 @@ through a property that either answers or raises an error naming the file and th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -60,6 +61,18 @@ class Checkpoint:
         :raises CheckpointError: the configuration does not say.
         """
         return self._positive("vocab_size")
+
+    @cached_property
+    def num_tokens(self) -> int | None:
+        """How many ids stand for a token: the rest of :attr:`vocab_size` is padding that must not be sampled.
+
+        ``None`` where there is no token list. Reads ``tokenizer.json`` once: some 20 ms per 50,000 tokens.
+
+        :raises CheckpointError: ``tokenizer.json`` is damaged.
+        """
+        if self.gguf is not None:
+            return self.gguf.metadata.length(gguf_config.TOKENS) or None
+        return folder.count_tokens(self.path, self.source)
 
     @property
     def max_position(self) -> int:

@@ -11,7 +11,7 @@ from asyncllm.errors import CheckpointError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["read_config", "read_json", "read_tokenizer_config"]
+__all__ = ["count_tokens", "read_config", "read_json", "read_tokenizer_config"]
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -61,6 +61,38 @@ def read_tokenizer_config(path: Path, model: str) -> dict[str, Any]:
     if len(templates) > 1:
         config["chat_templates"] = templates
     return config
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of ``tokenizer.json`` that lists tokens; the rest is skipped over."""
+
+    model: _Vocabulary
+    added_tokens: list[_AddedToken] = []
+
+
+def count_tokens(path: Path, model: str) -> int | None:
+    """Return one more than the largest id in the ``tokenizer.json`` of folder ``path``, ``None`` where there is none.
+
+    :raises CheckpointError: the file is damaged.
+    """
+    file = path / "tokenizer.json"
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", model=model, file=file.name) from error
+    vocab = found.model.vocab
+    in_model = max(vocab.values(), default=-1) + 1 if isinstance(vocab, dict) else len(vocab)
+    return max(in_model, max((token.id for token in found.added_tokens), default=-1) + 1)
 
 
 def _plain_token(token: Any) -> str | None:

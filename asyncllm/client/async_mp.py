@@ -105,7 +105,8 @@ class AsyncMPClient(EngineCoreClient):
         try:
             with anyio.CancelScope(shield=True):
                 connection.request_shutdown()
-                await _wait_for_end(connection, connection.shutdown_timeout_s)
+                await _wait_for_end(connection, connection.shutdown_timeout_s if self._is_ready else 0)
+                connection.mark_closed()
                 fd = connection.process.readiness.fileno()
                 if fd >= 0:
                     anyio.notify_closing(fd)  # the reader, should it still wait, leaves before the descriptor does
@@ -207,11 +208,12 @@ class AsyncMPClient(EngineCoreClient):
 
 
 async def _wait_readable(connection: EngineConnection) -> None:
+    """Wait until there is something to read, or the connection is closed."""
     try:
         await anyio.wait_readable(connection.process.readiness)
     except (anyio.ClosedResourceError, ValueError, OSError):  # closed while, or just before, it waited
-        connection.raise_if_dead()
-        raise
+        if not connection.is_dead:
+            raise
 
 
 async def _wait_for_end(connection: EngineConnection, timeout_s: float) -> None:

@@ -105,6 +105,7 @@ class EngineConnection:
         self._next_call_id = 0
         self._phase = "process"
         self._phase_to_seconds: dict[str, float] = {}
+        self._is_closing = False
         self._closed = False
         self._heard_death_at: float | None = None
         self._drained = False
@@ -136,7 +137,7 @@ class EngineConnection:
 
     def _send_unsent(self) -> None:
         unsent, socket = self._unsent, self.process.sockets.to_engine
-        if self._closed:
+        if self.is_dead:
             unsent.clear()
         while unsent:
             socket.send(unsent[0], zmq.NOBLOCK)
@@ -181,6 +182,8 @@ class EngineConnection:
 
         :raises EngineStartError: the engine gave up or its process ended; typed errors come as themselves.
         """
+        if self._is_closing or self._closed:
+            raise EngineStartError("the engine was closed while it was starting", phase=self._phase)
         ended = self.process.has_ended()  # before the last look at the socket
         self.flush()
         while (message := self.receive()) is not None:
@@ -331,7 +334,7 @@ class EngineConnection:
         if self._death is None:
             self.process.kill()  # what it left in its session, and itself if it said it dies and does not
             exit_code = self._wait_for_exit_code()
-            said = "was closed" if self._closed else describe_exit(exit_code)
+            said = "was closed" if self._is_closing or self._closed else describe_exit(exit_code)
             self._death = (
                 f"engine process {self.process.pid} {said}" + (f": {self._cause}" if self._cause else ""),
                 exit_code,
@@ -380,13 +383,18 @@ class EngineConnection:
     # ------------------------------------------------------------------------------------------------------- close
     def request_shutdown(self) -> None:
         """Ask the engine to end after the step that is running."""
+        self._is_closing = True
         self.send(Shutdown())
 
-    def close(self, *, grace_s: float) -> None:
-        """End the process (see :meth:`EngineProcess.end`), fail what is pending, and free everything. Idempotent."""
+    def mark_closed(self) -> None:
+        """Touch the sockets no more: from now on nothing is sent or received, and calls raise. Idempotent."""
         with _taken(self._send_lock), _taken(self._receive_lock):
             self._closed = True
             self._unsent.clear()
+
+    def close(self, *, grace_s: float) -> None:
+        """End the process (see :meth:`EngineProcess.end`), fail what is pending, and free everything. Idempotent."""
+        self.mark_closed()
         self.process.end(grace_s=grace_s)
         self._fail_calls(self.death_error)
 

@@ -8,7 +8,6 @@ ever removes a folder whose lock is held, or that another user owns.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import stat
@@ -102,6 +101,8 @@ def _lock(path: Path) -> int:
 
     :raises BlockingIOError: another one holds it.
     """
+    import fcntl  # not on Windows, where the launcher refuses with better words
+
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,6 +6,7 @@ request's failure is an answer to that request; an exception out of :meth:`Engin
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
 
 __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
+
+PROFILE_DIR = "asyncllm-profile"
+"""Where trace files go by default, below the folder that the caller started the engine in."""
 
 SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
 
@@ -70,7 +74,8 @@ class EngineCore:
             )
             self.info = _engine_info(config, found)
         except BaseException:
-            self.executor.shutdown()
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self.executor.shutdown()
             raise
         self._refused: list[FinishedRequest] = []
         self._drains: list[Future[None]] = []
@@ -157,12 +162,18 @@ class EngineCore:
         """Call ``method`` on every worker and return their values in rank order."""
         return self.executor.collective_rpc(method, args, kwargs)
 
-    def start_profile(self, *args: Any) -> None:
-        """Start the profiler of every worker."""
-        self.executor.collective_rpc("start_profile", args)
+    def start_profile(self, directory: str = PROFILE_DIR) -> None:
+        """Have every worker record what it does, for a trace file in ``directory`` (made if it is not there).
+
+        :raises UsageError: they record already.
+        """
+        self.executor.collective_rpc("start_profile", [os.path.abspath(directory)])
 
     def stop_profile(self) -> list[str]:
-        """Stop the profilers and return the paths of their trace files."""
+        """End the recording and return the paths of the trace files.
+
+        :raises UsageError: nothing is being recorded.
+        """
         paths: list[str] = []
         for found in self.executor.collective_rpc("stop_profile"):
             paths += [found] if isinstance(found, str) else found or []

@@ -1,0 +1,1 @@
+"""The border between engine core and devices (``base``), and what stands behind it."""

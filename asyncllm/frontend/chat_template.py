@@ -61,6 +61,11 @@ class ChatTemplate:
         named = config.get("chat_templates") if override is None else None
         return cls(source, special_tokens=special, model=checkpoint.source, named=named)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether the default template is ready, so that rendering takes microseconds."""
+        return "default" in self._name_to_template or "default" not in self._name_to_source
+
     def render(
         self,
         messages: Sequence[Any],

@@ -226,12 +226,8 @@ def _split(pattern: str) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------- SentencePiece
 def _sentencepiece(file: _Vocabulary) -> dict[str, Any]:
-    tokens = [_marked(token) for token in file.tokens]
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise file.damaged("lists a token twice, once with a space and once with its mark")
     given = file.metadata.get("tokenizer.ggml.merges")
-    merges = [merge.split(" ", 1) for merge in given] if given else _merges_by_score(file, tokens, vocab)
+    merges = [merge.split(" ", 1) for merge in given] if given else _merges_by_score(file)
     space_first = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     unknown = file.special("unknown") or next(
         (token for token, kind in zip(file.tokens, file.types, strict=True) if kind == UNKNOWN), None
@@ -259,29 +255,26 @@ def _sentencepiece(file: _Vocabulary) -> dict[str, Any]:
             "unk_token": unknown,
             "fuse_unk": True,
             "byte_fallback": True,
-            "vocab": vocab,
+            "vocab": file.vocab,
             "merges": merges,
         },
     }
 
 
-def _marked(token: str) -> str:
-    """Return ``token`` with the space mark where a converter wrote runs of plain spaces (Gemma)."""
-    return SPACE_MARK * len(token) if token and not token.strip(" ") else token
-
-
-def _merges_by_score(file: _Vocabulary, tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
+def _merges_by_score(file: _Vocabulary) -> list[tuple[str, str]]:
     """Return the merges that the scores imply: each way to make a token of two others, better score first.
 
-    SentencePiece merges the pair whose result has the best score; equal scores keep the order of ids.
+    SentencePiece merges the pair whose result has the best score; equal scores keep the order of ids. Tokens that are
+    matched whole in the text (Gemma's runs of spaces) are never merged to.
     """
+    tokens = file.tokens
     scores: list[float] = file.need("scores")
     if len(scores) != len(tokens):
         raise file.damaged(f"has {len(tokens)} tokens and {len(scores)} scores")
     found: list[tuple[float, int, int, int]] = []
-    lookup = vocab.get
+    lookup = file.vocab.get
     for token_id, token in enumerate(tokens):
-        if file.types[token_id] == CONTROL or len(token) < 2:
+        if len(token) < 2 or file.types[token_id] in (CONTROL, USER_DEFINED):
             continue
         score = -scores[token_id]
         for cut in range(1, len(token)):

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError
 from asyncllm.frontend.chat_template import ChatTemplate
+from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling
 
@@ -110,6 +111,13 @@ class InputProcessor:
         if isinstance(prompt, str):
             return self._tokenizer.is_long(prompt) and not self._cannot_fit(prompt)
         return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
+
+    def is_long_chat(self, messages: object) -> bool:
+        """Return whether rendering and processing ``messages`` belong in a thread: they are long, or the first ones.
+
+        The first rendering compiles the template, which imports jinja2 and takes some 0.1 s.
+        """
+        return not self._chat_template.is_compiled or _num_chars(messages) >= LONG_TEXT_CHARS
 
     def render_chat(
         self,
@@ -277,6 +285,17 @@ def _generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
             file="generation_config.json",
         ) from error
     return {**NEUTRAL, **given}
+
+
+def _num_chars(value: object) -> int:
+    """Return how many characters of text are in ``value``, however nested."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, cast("Mapping[object, object]", value).values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_num_chars, cast("Sequence[object]", value)))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------------- checks

@@ -111,7 +111,7 @@ class OutputProcessor:
                     aborts.append(engine_id)
                     self._end(sample, FinishReason.STOP, None, now)
             except Exception as error:
-                aborts += self._fail_request(sample.request, error)
+                aborts += self._fail_request(sample.request, _broken(sample.request, error))
         for row in outputs.finished:
             aborts += self._finish(row, last_tokens[row.request_id], now)
         return aborts
@@ -132,7 +132,7 @@ class OutputProcessor:
             try:
                 sample.request.prompt_logprobs.add(rows)
             except Exception as error:
-                aborts += self._fail_request(sample.request, error)
+                aborts += self._fail_request(sample.request, _broken(sample.request, error))
         return aborts
 
     def _finish(self, row: FinishedRequest, token_ids: list[int], now: float) -> list[int]:
@@ -144,7 +144,7 @@ class OutputProcessor:
             self._finish_sample(sample, row, token_ids, now)
         except Exception as error:
             sample.finish_reason = sample.finish_reason or FinishReason.ERROR  # the engine is done with it
-            return self._fail_request(sample.request, error)
+            return self._fail_request(sample.request, _broken(sample.request, error))
         if row.reason == EngineFinishReason.ERROR:
             info = row.error or ErrorInfo("RequestFailedError", "the engine gave no reason")
             return self._fail_request(sample.request, AsyncLLMError.from_info(info, RequestFailedError))
@@ -208,7 +208,7 @@ class OutputProcessor:
                         sample.end(FinishReason.ABORT)
                 state.sink.finish(state.completion(self._clock()))
             except Exception as error:
-                self._fail_sink(state, error)
+                self._fail_sink(state, _broken(state, error))
         return engine_ids
 
     def fail(self, request: RequestState | str, error: BaseException) -> list[int]:
@@ -245,17 +245,21 @@ class OutputProcessor:
         return engine_ids
 
     def _fail_sink(self, request: RequestState, error: BaseException) -> None:
-        if not isinstance(error, AsyncLLMError):
-            failed = RequestFailedError(
-                f"delivering the output of request {request.request_id!r} failed: {error!r}",
-                request_id=request.request_id,
-            )
-            failed.__cause__ = error
-            error = failed
         try:
             request.sink.fail(error)
         except Exception:
             logger.exception("the sink of request %r failed", request.request_id)
+
+
+def _broken(request: RequestState, error: Exception) -> AsyncLLMError:
+    """Return the error for a request whose detokenizer or sink raised ``error``."""
+    if isinstance(error, AsyncLLMError):
+        return error
+    failed = RequestFailedError(
+        f"delivering the output of request {request.request_id!r} failed: {error!r}", request_id=request.request_id
+    )
+    failed.__cause__ = error
+    return failed
 
 
 def _own_copy(error: BaseException) -> BaseException:

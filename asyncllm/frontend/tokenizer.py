@@ -10,6 +10,7 @@ Invariant: for every tokenizer, the texts of a stream joined equal :meth:`Tokeni
 from __future__ import annotations
 
 import enum
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +53,14 @@ class ByteFallbackRules(msgspec.Struct, frozen=True):
     """The first token loses its ``▁`` altogether (the Metaspace decoder)."""
 
 
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
 class _TokenizerFile(msgspec.Struct):
     """The parts of ``tokenizer.json`` that we look into; the rest is skipped by the parser."""
 
+    model: _Model
     decoder: dict[str, Any] | None = None
     normalizer: dict[str, Any] | None = None
 
@@ -111,7 +117,9 @@ class Tokenizer:
         self.style, self.rules = _decode_style(file.decoder)
         self.bos_token_id = self._special_id(tokenizer_config, "bos_token")
         self.eos_token_id = self._special_id(tokenizer_config, "eos_token")
-        self.max_token_chars = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        entries = (entry if isinstance(entry, str) else entry[0] for entry in file.model.vocab)
+        contents = (token.content for token in added.values())
+        self.max_token_chars = max(map(len, itertools.chain(entries, contents)), default=1)
         self._shrinks_text = _shrinks_text(file.normalizer)
         self._has_every_byte = self.style is DecodeStyle.BYTE_LEVEL or self.rules.has_byte_tokens
         self._tables = {skip: TokenTable(self, skip) for skip in (False, True)}

@@ -6,7 +6,7 @@ matrix, whose rows are the projections' rows one after the other.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,7 +19,10 @@ class LinearMethod(Protocol):
     """How linear layers keep their weights once loaded, and multiply by them."""
 
     def prepare(self, layer: Linear) -> None:
-        """Bring the loaded weight into the form that :meth:`apply` reads; called once, after loading."""
+        """Bring the loaded weight into the form that :meth:`apply` reads, :attr:`Linear.prepared`; called once.
+
+        A method that no longer needs ``layer.weight`` drops it by :meth:`Linear.drop_weight`.
+        """
         ...
 
     def apply(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -56,10 +59,15 @@ class Linear(nn.Module):
         self.weight = parameter(out_size, in_size, dtype=dtype, device=device)
         self.bias = parameter(out_size, dtype=dtype, device=device) if bias else None
         self.method: LinearMethod = TorchLinearMethod()
+        self.prepared: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the projections of ``x`` [T, in], side by side: [T, sum(out_sizes)]."""
         return self.method.apply(self, x)
+
+    def drop_weight(self) -> None:
+        """Let go of the loaded weight; whoever else holds it, such as a tied embedding, keeps it."""
+        del self.weight
 
     def destinations(self, *names: str) -> dict[str, torch.Tensor]:
         """Return which part of the parameters each checkpoint tensor fills; ``names`` in the order of ``out_sizes``."""

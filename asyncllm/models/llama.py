@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
-from asyncllm.layers.activation import get_activation
+from asyncllm.layers.activation import apply_gated, get_activation
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.embedding import Embedding
 from asyncllm.layers.linear import Linear
@@ -101,7 +101,7 @@ class LlamaMLP(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output for ``hidden`` [T, hidden], [T, hidden]."""
         gate_up = self.gate_up_proj(hidden)  # [T, 2 * intermediate]
-        return self.down_proj(self.activation(gate_up[:, : self.size]).mul_(gate_up[:, self.size :]))
+        return self.down_proj(apply_gated(self.activation, gate_up, self.size))
 
     def destinations(self, name: str) -> dict[str, torch.Tensor]:
         """Return which parameter each checkpoint tensor fills."""

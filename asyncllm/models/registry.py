@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from asyncllm.errors import ModelError
+from asyncllm.layers.linear import LinearMethod, use_linear_method
+from asyncllm.layers.linear_onednn import default_linear_method
 from asyncllm.loader import iter_weights
 
 if TYPE_CHECKING:
@@ -46,12 +48,15 @@ def build_model(
     device: torch.device,
     *,
     max_position: int | None = None,
+    linear_method: LinearMethod | None = None,
     report: Callable[[float], None] | None = None,
 ) -> CausalLM:
     """Return the model of ``checkpoint`` with its weights, in ``dtype`` on ``device``, ready for inference.
 
-    ``max_position`` bounds the tables of positions where sequences will be shorter than the model allows. ``report``
-    gets the loaded fraction of the weights' bytes, from 0 to 1. Peak memory is the model plus its largest tensor.
+    ``max_position`` bounds the tables of positions where sequences will be shorter than the model allows.
+    ``linear_method`` is how linear layers keep and apply their weights, by default the fastest that torch brings for
+    ``dtype`` and ``device``. ``report`` gets the loaded fraction of the weights' bytes, from 0 to 1. Peak memory is
+    the model plus its largest tensor.
 
     :raises UnsupportedModelError: the architecture, its quantization, or something in its configuration is not
     supported.
@@ -65,6 +70,7 @@ def build_model(
         if error.model is None:  # raised by a block that does not know whose it is
             error.model = checkpoint.source
         raise
+    use_linear_method(model, linear_method or default_linear_method(dtype, device))
     return model.eval()
 
 

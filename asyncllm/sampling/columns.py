@@ -22,12 +22,12 @@ from asyncllm.sampling.penalties import Adjustments
 if TYPE_CHECKING:
     from asyncllm.wire.messages import EngineSampling
 
-__all__ = ["FILTER_WINDOWS", "RandomRows", "SamplingColumns", "SamplingMetadata"]
+__all__ = ["RandomRows", "SamplingColumns", "SamplingMetadata"]
 
 Int64 = npt.NDArray[np.int64]
 
+TOP_P_WINDOW = 1024  # most likely tokens in which a top-p is looked for before the whole vocabulary is sorted
 GREEDY_BELOW = 1e-5  # logits divided by less than this overflow float32; the draw is the most likely token anyway
-FILTER_WINDOWS = (64, 1024)  # most likely tokens looked at before the whole vocabulary is sorted
 
 
 @dataclass(slots=True)
@@ -36,10 +36,10 @@ class RandomRows:
 
     rows: torch.Tensor | None  # [R] places among the rows of the step; None: all of them, in order
     temperature: torch.Tensor | None  # [R, 1]; None: all 1
-    top_k: torch.Tensor | None  # [R, 1]; 0: all
-    top_p: torch.Tensor | None  # [R, 1]
+    top_k: torch.Tensor | None  # [R, 1]; None: no row has one
+    top_p: torch.Tensor | None  # [R, 1]; None: nor this
     min_p: torch.Tensor | None  # [R, 1]; None: all 0
-    window: int  # most likely tokens to look at first; 0: no top-k and no top-p, so no order is needed
+    num_top: int  # largest logits to sort: the largest top-k, or a guess for top-p alone; 0: nothing needs an order
 
 
 @dataclass(slots=True)
@@ -118,32 +118,25 @@ class SamplingColumns:
     def _random_rows(self, slots: Int64, random: npt.NDArray[np.bool_]) -> list[RandomRows]:
         if not random.any():
             return []
-        window = np.where(random, self._windows(slots), -1)
-        groups: list[RandomRows] = []
-        for value in np.unique(window[random]).tolist():
-            rows = np.flatnonzero(window == value)
-            chosen = slots[rows]
-            temperature, min_p = self.temperature[chosen], self.min_p[chosen]
-            groups.append(
-                RandomRows(
-                    rows=None if len(rows) == len(slots) else self._tensor(rows),
-                    temperature=None if (temperature == 1).all() else self._column(temperature),
-                    top_k=self._column(self.top_k[chosen]) if value else None,
-                    top_p=self._column(self.top_p[chosen]) if value else None,
-                    min_p=None if (min_p == 0).all() else self._column(min_p),
-                    window=value,
-                )
-            )
-        return groups
-
-    def _windows(self, slots: Int64) -> Int64:
-        """Return how many of the most likely tokens each row looks at first; by its own parameters only."""
         top_k, top_p = self.top_k[slots], self.top_p[slots]
-        window = np.full(len(slots), self.vocab_size)
-        for size in reversed(FILTER_WINDOWS):
-            if size < self.vocab_size:
-                window = np.where(top_k <= size, size, window)
-        return np.where((top_k == 0) & (top_p >= 1), 0, window)
+        kinds = (
+            (random & (top_k == 0) & (top_p >= 1), 0),
+            (random & (top_k > 0), int(top_k.max())),
+            (random & (top_k == 0) & (top_p < 1), min(TOP_P_WINDOW, self.vocab_size)),
+        )
+        return [self._group(slots, np.flatnonzero(rows), num_top) for rows, num_top in kinds if rows.any()]
+
+    def _group(self, slots: Int64, rows: Int64, num_top: int) -> RandomRows:
+        chosen = slots[rows]
+        temperature, min_p = self.temperature[chosen], self.min_p[chosen]
+        return RandomRows(
+            rows=None if len(rows) == len(slots) else self._tensor(rows),
+            temperature=None if (temperature == 1).all() else self._column(temperature),
+            top_k=self._column(self.top_k[chosen]) if self.top_k[chosen[0]] else None,
+            top_p=self._column(self.top_p[chosen]) if num_top else None,
+            min_p=None if (min_p == 0).all() else self._column(min_p),
+            num_top=num_top,
+        )
 
     def _adjustments(self, rows_to_sampling: dict[int, EngineSampling]) -> Adjustments:
         return Adjustments(

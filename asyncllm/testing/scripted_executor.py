@@ -208,7 +208,7 @@ class ScriptedExecutor(Executor):
         time.sleep(duration_ms / 1e3)
         return duration_ms
 
-    def start_profile(self) -> None:
+    def start_profile(self, directory: str = "") -> None:
         """Do nothing: there is nothing to profile."""
 
     def stop_profile(self) -> list[str]:

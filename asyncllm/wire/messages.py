@@ -213,7 +213,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=4, gc=False):
     logprobs: dict[int, LogprobRows] = {}
     prompt_logprobs: dict[int, LogprobRows] = {}
     stats: SchedulerStats | None = None
-    num_cached_tokens: dict[int, int] = {}  # of requests whose first token is in this message, where not 0
+    num_cached_tokens: dict[int, int] = {}  # of requests admitted lately, where not 0; with their first token or before
 
 
 class UtilityResult(msgspec.Struct, array_like=True, tag=5):

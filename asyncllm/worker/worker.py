@@ -96,7 +96,8 @@ class Worker:
             report=lambda fraction: self.report("load_model", fraction),
         )
         self._model_max_len = max_position
-        self.vocab_size = min(model.vocab_size, checkpoint.vocab_size)
+        # Rows of embedding and head beyond the tokenizer's ids are padding.
+        self.vocab_size = min(model.vocab_size, checkpoint.num_tokens or model.vocab_size)
         self.eos_token_ids = checkpoint.eos_token_ids
         spec = AttentionSpec(
             num_layers=model.num_layers,

@@ -68,6 +68,11 @@ def test_import_cost() -> None:
     assert figures["bare"]["seconds"]["median"] <= figures["import"]["seconds"]["median"]
 
 
+def test_scheduler() -> None:
+    figures = run_benchmark("scheduler.py", "--running", 4, "--steps", 8)["figures"]
+    assert figures["decode_4"]["step_us"] > 0
+
+
 def test_wire_bytes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "bytes.svg"

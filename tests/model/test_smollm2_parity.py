@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from asyncllm.attention.cpu import CpuAttention
+from asyncllm.attention.reference import ReferenceAttention
 from asyncllm.checkpoint import open_checkpoint
+from asyncllm.layers.linear import TorchLinearMethod
 from asyncllm.models.base import CausalLM
 from asyncllm.models.registry import build_model
 from tests.support.flat import FlatDriver
@@ -59,9 +62,12 @@ def model(smollm2_gguf: Path) -> CausalLM:
     return build_model(open_checkpoint(str(smollm2_gguf)), torch.float32, CPU)
 
 
-def test_the_gguf_and_the_folder_are_the_same_model(model: CausalLM, smollm2_folder: Path) -> None:
-    from_folder = build_model(open_checkpoint(str(smollm2_folder)), torch.float32, CPU).state_dict()
-    from_gguf = model.state_dict()
+def test_the_gguf_and_the_folder_are_the_same_model(smollm2_gguf: Path, smollm2_folder: Path) -> None:
+    method = TorchLinearMethod()
+    from_folder = build_model(
+        open_checkpoint(str(smollm2_folder)), torch.float32, CPU, linear_method=method
+    ).state_dict()
+    from_gguf = build_model(open_checkpoint(str(smollm2_gguf)), torch.float32, CPU, linear_method=method).state_dict()
     assert from_folder.keys() == from_gguf.keys()
     for name, tensor in from_gguf.items():
         assert torch.equal(from_folder[name], tensor), name
@@ -82,8 +88,22 @@ def test_logits_of_a_prompt_equal_transformers(model: CausalLM, reference: Any, 
     token_ids = tokenizer.encode(text).ids
     with torch.inference_mode():
         expected = reference(torch.tensor([token_ids])).logits[0]
-    found = FlatDriver(model).step({0: token_ids})[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=LOGIT_TOLERANCE)
+    for backend_class in (ReferenceAttention, CpuAttention):
+        found = FlatDriver(model, backend_class=backend_class).step({0: token_ids})[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def test_chunks_and_neighbours_change_no_bit(model: CausalLM, tokenizer: Any) -> None:
+    token_ids, other = tokenizer.encode(CHAT).ids, tokenizer.encode(PROMPTS[1]).ids
+    alone = FlatDriver(model).step({0: token_ids})[0]
+    driver = FlatDriver(model)
+    parts = [
+        driver.step({0: token_ids[:7]})[0],
+        driver.step({2: other, 0: token_ids[7:8]})[0],
+        driver.step({0: token_ids[8:9]})[0],
+        driver.step({1: other, 0: token_ids[9:]})[0],
+    ]
+    assert torch.equal(torch.cat(parts), alone)
 
 
 @pytest.mark.slow
@@ -99,5 +119,6 @@ def test_greedy_tokens_equal_transformers(model: CausalLM, reference: Any, token
             eos_token_id=None,
             pad_token_id=0,
         )
-    found = FlatDriver(model, max_tokens=len(token_ids) + NUM_TOKENS).greedy(token_ids, NUM_TOKENS)
+    max_tokens = len(token_ids) + NUM_TOKENS
+    found = FlatDriver(model, max_tokens=max_tokens, backend_class=CpuAttention).greedy(token_ids, NUM_TOKENS)
     assert found == generated[0, len(token_ids) :].tolist()

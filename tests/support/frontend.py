@@ -207,9 +207,11 @@ class FrontEnd:
         self.now = 100.0
         self.output = OutputProcessor(self.tokenizer, clock=lambda: self.now)
 
-    def open(self, *, request_id: str | None = None, **params: Any) -> tuple[ProcessedRequest, RecordingSink]:
+    def open(
+        self, prompt: str | list[int] = "Hi", *, request_id: str | None = None, **params: Any
+    ) -> tuple[ProcessedRequest, RecordingSink]:
         """Register a request and return it with its sink."""
-        processed = self.input.process("Hi", SamplingParams(**params), request_id=request_id)
+        processed = self.input.process(prompt, SamplingParams(**params), request_id=request_id)
         sink = RecordingSink()
         self.output.add_request(processed, sink)
         return processed, sink
@@ -228,5 +230,6 @@ class FrontEnd:
     ) -> list[int]:
         """Let the engine send the last ``token_ids`` and end the request."""
         engine_id = request if isinstance(request, int) else request.engine_ids[0]
+        of_message = {name: columns.pop(name) for name in ("logprobs", "prompt_logprobs") if name in columns}
         row = FinishedRequest(engine_id, int(reason), **columns)
-        return self.send(request, *token_ids, finished=[row])
+        return self.send(request, *token_ids, finished=[row], **of_message)

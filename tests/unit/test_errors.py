@@ -19,7 +19,7 @@ from asyncllm.errors import (
     describe_error,
 )
 
-ALL = [getattr(errors, name) for name in errors.__all__ if name != "ErrorInfo"]
+ALL = [getattr(errors, name) for name in errors.__all__ if name not in ("ErrorInfo", "describe_error")]
 
 
 def test_the_docstring_prints_every_error_and_no_other() -> None:

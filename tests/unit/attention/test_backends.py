@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -137,3 +140,18 @@ def test_bytes_per_block_is_what_allocate_takes(cls: type[AttentionBackend]) -> 
     for cache in backend.allocate(10):
         taken += sum(part.nbytes for part in (cache if isinstance(cache, tuple) else (cache,)))
     assert taken == 10 * backend.bytes_per_block()
+
+
+def test_cpu_cache_takes_no_memory_until_it_is_used() -> None:
+    spec = make_spec(heads=8, kv_heads=8, head_dim=64, block_size=16)
+    backend = CpuAttention(spec)
+    num_blocks = (256 << 20) // backend.bytes_per_block()
+    before = resident_bytes()
+    [cache] = backend.allocate(num_blocks)
+    assert cache.nbytes == 256 << 20
+    assert cache.data_ptr() % 64 == 0
+    assert resident_bytes() - before < 16 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

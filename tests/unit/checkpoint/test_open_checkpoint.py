@@ -282,6 +282,34 @@ def test_a_file_of_the_folder_is_found(tmp_path: Path) -> None:
     assert open_checkpoint(str(tmp_path)).find("tokenizer.json") == tmp_path / "tokenizer.json"
 
 
+# --------------------------------------------------------------------------------------------------- ids with a token
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 4}, "merges": ["a b"]}, "added_tokens": []}, 5),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 9, "content": "<s>"}]}, 10),
+        ({"model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}}, 2),
+    ],
+)
+def test_r58_ids_with_a_token_are_counted_from_the_tokenizer(tmp_path: Path, tokenizer: Any, expected: int) -> None:
+    assert open_checkpoint(str(write_folder(tmp_path, tokenizer=tokenizer))).num_tokens == expected
+
+
+def test_r58_ids_with_a_token_are_counted_from_the_gguf(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(write_gguf(tmp_path / "m.gguf")))
+    assert (checkpoint.num_tokens, checkpoint.vocab_size) == (5, 8)
+
+
+def test_without_a_tokenizer_the_tokens_are_not_counted(tmp_path: Path) -> None:
+    assert open_checkpoint(str(write_folder(tmp_path))).num_tokens is None
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(write_folder(tmp_path, tokenizer="{oops")))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        _ = checkpoint.num_tokens
+
+
 # --------------------------------------------------------------------------------------------------------------- cost
 def test_opening_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")

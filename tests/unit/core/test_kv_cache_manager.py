@@ -73,7 +73,7 @@ def test_b77_a_hit_takes_freed_blocks_from_the_free_list():
     kv = manager()
     kv.free(admit(kv, request(COMMON + [3] * 7)))
     assert free_blocks(kv) == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
-    c = request(COMMON + [5])
+    c = request([*COMMON, 5])
     assert kv.allocate(c)
     assert c.block_ids == [1, 2, 3, 4]
     assert free_blocks(kv) == [5, 6, 7, 8, 9, 10]
@@ -112,12 +112,12 @@ def test_b82_without_caching_nothing_hits_and_a_shortage_is_refused():
 
 def test_b84_prompt_logprobs_write_the_cache_but_do_not_read_it():
     kv = manager()
-    a = admit(kv, request(COMMON + [3], prompt_logprobs=0))
-    b = request(COMMON + [3], prompt_logprobs=0)
+    a = admit(kv, request([*COMMON, 3], prompt_logprobs=0))
+    b = request([*COMMON, 3], prompt_logprobs=0)
     assert kv.allocate(b)
     assert b.num_computed_tokens == 0
     assert not set(a.block_ids) & set(b.block_ids)
-    c = request(COMMON + [3])
+    c = request([*COMMON, 3])
     assert kv.allocate(c)
     assert c.num_computed_tokens == 48
 

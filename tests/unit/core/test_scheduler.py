@@ -409,10 +409,12 @@ def test_a_parked_waiting_request_keeps_its_place():
     engine.assert_empty()
 
 
-def test_r64_parked_requests_give_up_their_seats_and_blocks_first():
-    engine = Engine(num_blocks=10, block_size=4, max_num_seqs=4)
+@pytest.mark.parametrize("options", [{"max_num_seqs": 4}, {"num_blocks": 11, "block_size": 4}], ids=["seats", "blocks"])
+def test_r64_parked_requests_give_way_to_waiting_ones(options: dict[str, int]):
+    engine = Engine(**options)
     parked = [engine.add(8, max_tokens=5) for _ in range(4)]
-    engine.step()
+    for _ in range(2):
+        engine.step()
     engine.scheduler.park_requests(parked, True)
     fresh = [engine.add(8, max_tokens=5) for _ in range(4)]
     engine.run()
@@ -420,6 +422,52 @@ def test_r64_parked_requests_give_up_their_seats_and_blocks_first():
     engine.scheduler.park_requests(parked, False)
     engine.run()
     assert all(engine.tokens[i] == solo_output([1000 + i] * 8, 5) for i in parked)
+    engine.assert_empty()
+
+
+def test_a_parked_request_makes_room_before_a_running_one():
+    engine = Engine(num_blocks=18, block_size=4)
+    a, b, c = (engine.add(8, max_tokens=20) for _ in range(3))
+    engine.step()
+    engine.scheduler.park_requests([b], True)
+    engine.run()
+    engine.scheduler.park_requests([b], False)
+    engine.run()
+    assert [engine.finished[i].num_preemptions for i in (a, b, c)] == [0, 0, 0]
+
+    engine = Engine(num_blocks=13, block_size=4)
+    a, b, c = (engine.add(8, max_tokens=20) for _ in range(3))
+    engine.step()
+    engine.scheduler.park_requests([b], True)
+    for _ in range(14):
+        engine.step()
+    requests = engine.scheduler.requests
+    assert [requests[i].num_preemptions for i in (a, b, c)] == [0, 1, 0]
+
+
+def test_the_least_urgent_parked_request_makes_room_first():
+    engine = Engine(max_num_seqs=3)
+    ids = [engine.add(8, max_tokens=5) for _ in range(3)]
+    engine.step()
+    engine.scheduler.park_requests(ids, True)
+    engine.add(8, max_tokens=1)
+    engine.run()
+    assert [engine.scheduler.requests[i].num_preemptions for i in ids] == [0, 0, 1]
+
+
+def test_a_request_that_was_parked_and_preempted_is_aborted():
+    engine = Engine(max_num_seqs=1)
+    a = engine.add(8, max_tokens=5)
+    engine.step()
+    engine.scheduler.park_requests([a], True)
+    for _ in range(5):
+        engine.add(8, max_tokens=3)
+    engine.step()
+    assert engine.scheduler.requests[a].num_preemptions == 1
+    engine.scheduler.abort_requests([a])
+    engine.scheduler.check_integrity()
+    engine.run()
+    assert len(engine.finished) == 5
     engine.assert_empty()
 
 
@@ -510,6 +558,19 @@ def test_b62_b63_reset_with_running_requests():
     assert engine.tokens == {i: solo_output([5] * 8 + [i], 12) for i in ids}
 
 
+def test_b62_reset_preempts_parked_requests_too():
+    engine = Engine()
+    ids = [engine.add(8, max_tokens=4) for _ in range(2)]
+    engine.step()
+    engine.scheduler.park_requests(ids[:1], True)
+    assert engine.scheduler.reset_prefix_cache(reset_running=True)
+    engine.run()
+    engine.scheduler.park_requests(ids[:1], False)
+    engine.run()
+    assert engine.tokens == {i: solo_output([1000 + i] * 8, 4) for i in ids}
+    engine.assert_empty()
+
+
 # ------------------------------------------------------------------------------------------------------------ priority
 def test_b64_order_is_priority_then_arrival():
     engine = Engine(policy="priority", max_num_seqs=1)
@@ -598,15 +659,18 @@ def test_r60_prompt_logprobs_with_chunked_prefill():
 
 
 def test_r60_a_preemption_does_not_repeat_prompt_logprobs():
-    engine = Engine(policy="priority", max_num_batched_tokens=7, max_num_seqs=1)
+    engine = Engine(max_num_batched_tokens=7)
     prompt = list(range(100, 135))
-    a = engine.add(prompt, max_tokens=3, prompt_logprobs=1, priority=1)
+    engine.add(4, max_tokens=3)
+    a = engine.add(prompt, max_tokens=3, prompt_logprobs=1)
     for _ in range(3):
-        engine.step()
-    engine.add(5, max_tokens=3)
-    engine.run()
+        engine.step()  # beside the other request: 3, 6 and 6 tokens
+    assert len(engine.prompt_logprobs[a].ranks) == 2 * 15
+    engine.scheduler.reset_prefix_cache(reset_running=True)
+    engine.run()  # alone: 7 in each step, so what was sent ends within a chunk
     assert engine.finished[a].num_preemptions == 1
     assert engine.prompt_logprobs[a].token_ids[::2] == prompt[1:]
+    assert engine.prompt_logprobs[a].logprobs[::2] == [-float(i) for i in range(1, 35)]
 
 
 # ------------------------------------------------------------------------------------------------------------ counters
@@ -649,3 +713,16 @@ def test_b73_nothing_is_left():
     scheduler = engine.scheduler
     assert not any((scheduler.running, scheduler.parked, scheduler.waiting, scheduler._step_to_rows))
     assert scheduler.stats().num_generated_tokens == sum(map(len, engine.tokens.values()))
+
+
+def test_prefix_hits_are_told_with_the_first_token_so_that_an_abort_knows_them():
+    engine = Engine(block_size=4, max_num_batched_tokens=6)
+    engine.add([5] * 12, max_tokens=1)
+    engine.run()
+    cached = engine.add([5] * 12 + [6] * 8, max_tokens=9)
+    told = []
+    for _ in range(3):  # 12 of 20 are cached, so two chunks before the first token
+        engine.launch()
+        outputs = engine.land()
+        told.append((outputs.token_ids != [], outputs.num_cached_tokens))
+    assert told == [(False, {}), (True, {cached: 12}), (True, {})]

@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.failing: set[int] = set()
 
     def choose(self, data: Any) -> list[int]:
-        known = sorted(self.prompts)
+        known = sorted(self.engine.scheduler.requests) or sorted(self.prompts)  # mostly live ones
         return data.draw(st.lists(st.sampled_from(known), max_size=3)) if known else []
 
     @rule(

@@ -161,12 +161,16 @@ def test_sentencepiece_without_prefix_space() -> None:
     assert tokenizer.decode(ids) == "h h"
 
 
-def test_runs_of_plain_spaces_are_tokens() -> None:
+def test_user_defined_runs_of_spaces_are_matched_before_merging() -> None:
     metadata = sentencepiece(add_space_prefix=False, add_bos_token=False)
-    metadata["tokenizer.ggml.tokens"][-2] = "   "
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    tokens[-3:-1] = ["  ", "   "]
+    metadata["tokenizer.ggml.token_type"][-3:-1] = [USER, USER]
     tokenizer = build(metadata)
-    assert len(metadata["tokenizer.ggml.tokens"]) - 2 == tokenizer.token_id("▁▁▁")
-    assert tokenizer.decode(tokenizer.encode("h   h")) == "h   h"
+    assert tokenizer.vocab_size == len(tokens)
+    ids = tokenizer.encode("h   h  h h")
+    assert [tokens[token_id] for token_id in ids] == ["h", "   ", "h", "  ", "h", "▁h"]
+    assert tokenizer.decode(ids) == "h   h  h h"
 
 
 @pytest.mark.parametrize(

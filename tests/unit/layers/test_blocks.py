@@ -11,10 +11,11 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from asyncllm.errors import UnsupportedModelError
-from asyncllm.layers.activation import NAME_TO_ACTIVATION, get_activation
+from asyncllm.layers.activation import NAME_TO_ACTIVATION, apply_gated, get_activation
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.embedding import Embedding, LearnedPositions
 from asyncllm.layers.linear import Linear, TorchLinearMethod, use_linear_method
+from asyncllm.layers.linear_onednn import OneDNNLinearMethod, default_linear_method
 from asyncllm.layers.norm import LayerNorm, RMSNorm
 
 WHERE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -54,6 +55,44 @@ def test_another_linear_method_drops_in_after_loading() -> None:
     before = model(x)
     use_linear_method(model, Doubled())
     torch.testing.assert_close(model(x), before * 4)
+
+
+@pytest.fixture
+def packed_pair() -> tuple[Linear, Linear]:
+    """The same layer as loaded, and packed by oneDNN; 1536 is a width where a single row takes other code there."""
+    plain, packed = (Linear(1536, 40, bias=True, **WHERE) for _ in range(2))
+    for name, tensor in plain.destinations("x").items():
+        packed.destinations("x")[name].copy_(tensor.normal_())
+    use_linear_method(packed, OneDNNLinearMethod())
+    return plain, packed
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7])
+def test_packed_weights_give_the_same_numbers(packed_pair: tuple[Linear, Linear], rows: int) -> None:
+    plain, packed = packed_pair
+    x = torch.randn(rows, 1536)
+    torch.testing.assert_close(packed(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert packed(x).shape == (rows, 40)
+
+
+def test_packed_weights_replace_the_loaded_ones(packed_pair: tuple[Linear, Linear]) -> None:
+    assert [sum("weight" in name for name in layer.state_dict()) for layer in packed_pair] == [1, 0]
+
+
+def test_a_row_of_a_packed_layer_does_not_depend_on_its_neighbours(packed_pair: tuple[Linear, Linear]) -> None:
+    packed = packed_pair[1]
+    x = torch.randn(130, 1536)
+    whole = packed(x)
+    for rows in (1, 2, 3, 4, 5, 8, 17, 64, 129):
+        assert torch.equal(packed(x[:rows]), whole[:rows]), rows
+        assert torch.equal(packed(x[-rows:]), whole[-rows:]), rows
+
+
+def test_the_default_method_is_packed_only_for_float32_on_a_cpu() -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(default_linear_method(torch.float32, cpu), OneDNNLinearMethod)
+    assert isinstance(default_linear_method(torch.bfloat16, cpu), TorchLinearMethod)
+    assert "float32 on a CPU" in str(OneDNNLinearMethod.why_not(torch.float32, torch.device("meta")))
 
 
 # -------------------------------------------------------------------------------------------------------------- norms
@@ -111,6 +150,16 @@ def test_an_unknown_activation_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'xielu'.*known are gelu") as caught:
         get_activation("xielu")
     assert caught.value.feature == "activation xielu"
+
+
+@pytest.mark.parametrize("size", [96, 1000, 40_000])
+def test_a_gated_row_does_not_depend_on_its_neighbours(size: int) -> None:
+    gate_up = torch.randn(70, 2 * size)
+    silu = get_activation("silu")
+    whole = apply_gated(silu, gate_up, size)
+    torch.testing.assert_close(whole, silu(gate_up[:, :size]) * gate_up[:, size:])
+    for start, rows in ((0, 1), (3, 1), (5, 33), (0, 41)):
+        assert torch.equal(apply_gated(silu, gate_up[start : start + rows], size), whole[start : start + rows])
 
 
 # ---------------------------------------------------------------------------------------------------------- attention

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.errors import CheckpointError, UnsupportedModelError
+from asyncllm.layers.linear import TorchLinearMethod
 from asyncllm.models.base import CausalLM
 from asyncllm.models.registry import build_model, known_architectures
 from asyncllm.models.weights import fill
@@ -68,8 +69,16 @@ def test_weights_are_cast_to_the_asked_dtype(llama: Path, dtype: torch.dtype) ->
 
 
 def test_a_tied_head_is_the_embedding(llama: Path) -> None:
-    model: Any = build(llama)
+    model: Any = build(llama, linear_method=TorchLinearMethod())
     assert model.lm_head.weight is model.embed_tokens.weight
+
+
+def test_the_plain_linear_method_gives_the_same_numbers(llama: Path) -> None:
+    packed, plain = build(llama), build(llama, linear_method=TorchLinearMethod())
+    assert "lm_head.weight" in plain.state_dict()
+    assert "lm_head.weight" not in packed.state_dict()  # packed and dropped
+    found, expected = (FlatDriver(model).step({0: [1, 2, 3]})[0] for model in (packed, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_progress_is_reported(llama: Path) -> None:

@@ -72,16 +72,30 @@ def test_draws_follow_the_distribution(logits: torch.Tensor, fields: dict[str, f
     assert chi_square_per_freedom(draws(logits, params), reference(logits, params)) < 1.9
 
 
-@pytest.mark.parametrize(
-    "fields", [{"top_k": 5}, {"top_p": 0.8}, {"top_p": 0.9999}, {"top_k": 40, "top_p": 0.9}], ids=str
-)
-def test_windows_narrower_than_needed_fall_back_to_the_exact_path(
+@pytest.mark.parametrize("fields", [{"top_k": 4}, {"top_p": 0.7}, {"top_k": 6, "top_p": 0.9}], ids=str)
+def test_equal_logits_are_ordered_by_id(fields: dict[str, float]) -> None:
+    logits = torch.tensor([0.0, 1.0, 0.5, 1.0, 1.0, -1.0, 0.5, 0.5, 1.0, 0.0])
+    params = sampling(**{"temperature": 1.0, "seed": 8, **fields})
+    assert chi_square_per_freedom(draws(logits, params), reference(logits, params)) < 2.5
+
+
+@pytest.mark.parametrize("fields", [{}, {"min_p": 0.01}], ids=str)
+def test_a_top_p_beyond_the_window_draws_from_all(
     logits: torch.Tensor, fields: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (columns, sampler):
-        monkeypatch.setattr(module, "FILTER_WINDOWS", (4, 16))
-    params = sampling(**{"temperature": 1.0, "seed": 77, **fields})
-    assert chi_square_per_freedom(draws(logits, params), reference(logits, params)) < 1.9
+    """Rows whose first four tokens have the mass, and rows whose have not, draw what they draw from a full sort."""
+    flat, peaked = logits * 0.2, logits * 4
+    rows = torch.stack([flat, peaked] * 50)
+    params = [sampling(temperature=1.0, top_p=0.9, seed=i, **fields) for i in range(100)]
+    whole = sample(rows, params).token_ids.tolist()
+    monkeypatch.setattr(columns, "TOP_P_WINDOW", 4)
+    assert sample(rows, params).token_ids.tolist() == whole
+
+
+def test_a_value_is_found_at_its_nth_place() -> None:
+    logits = torch.tensor([[3.0, 1.0, 3.0, 2.0], [5.0, 5.0, 5.0, 0.0], [torch.nan, 1.0, 1.0, 1.0]])
+    value, nth = torch.tensor([[3.0], [5.0], [torch.nan]]), torch.tensor([[1], [2], [1]])
+    assert sampler.find(logits, value, nth).tolist() == [2, 2, 0]
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:

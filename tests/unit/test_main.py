@@ -1,0 +1,177 @@
+"""The command line: answers on stdout, the rest on stderr, Ctrl-C ends an answer first and the program second."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from asyncllm import __main__ as cli
+from asyncllm.testing import SCRIPTED_EXECUTOR, write_tiny_checkpoint
+from tests.support.scripted import LETTERS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> list[str]:
+    """The arguments that name a scripted model, which answers the alphabet for ever."""
+    folder = write_tiny_checkpoint(tmp_path)
+    script = f'executor_options={{"tokens": {LETTERS}, "step_ms": 2}}'
+    return [str(folder), "-o", f"executor={SCRIPTED_EXECUTOR}", "-o", script]
+
+
+def test_generate_writes_the_text_to_stdout_and_the_speed_to_stderr(
+    model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", *model, "prompt", "--max-tokens", "5", "--temperature", "0", "--seed", "1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "abcde\n"
+    assert "starting: load_model\n" in captured.err
+    assert "ready in" in captured.err
+    assert "[5 tokens, " in captured.err
+    assert "tokens/s" in captured.err
+    assert captured.err.endswith("length]\n")
+
+
+def test_generate_reads_a_prompt_from_stdin(
+    model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("prompt"))
+    assert cli.main(["generate", *model, "-", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out == "abc\n"
+
+
+def test_chat_answers_each_line_until_the_end_of_input(
+    model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nagain\n"))
+    assert cli.main(["chat", *model, "--system", "Be brief.", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out == "abcd\nabcd\n"
+
+
+def test_a_question_that_is_too_long_is_told_and_the_next_one_answered(
+    model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 9000 + "\nhello\n"))
+    assert cli.main(["chat", *model, "--max-tokens", "4"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "abcd\n"
+    assert "error: prompt has" in captured.err
+
+
+def test_info_tells_the_checkpoint_and_what_the_engine_would_use(
+    model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["info", *model, "-o", "max_model_len=100"]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out
+    assert "256, 259" in out
+    assert "  context          100\n" in out
+
+
+def test_info_with_a_started_engine(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info", *model, "--start"]) == 0
+    out = capsys.readouterr().out
+    assert "4096 of 16 tokens" in out
+    assert "start-up, seconds" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["info", "no/such/model"], "no model at 'no/such/model'"),
+        (["generate", "no/such/model", "prompt"], "no model at 'no/such/model'"),
+        (["info", "x", "-o", "blok_size=3"], "did you mean 'block_size'"),
+        (["info", "x", "-o", "block_size=0"], "block_size is 0"),
+    ],
+)
+def test_an_error_is_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("asyncllm: error: ")
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_arguments_that_are_missing_end_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2
+    assert "chat | generate | info" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------------- Ctrl-C
+@pytest.fixture
+def talk(model: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A chat in a process of its own, with its engine ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncllm", "chat", *model],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        cwd=REPOSITORY,
+        start_new_session=True,
+    )
+    killer = threading.Timer(30, process.kill)
+    killer.start()
+    assert process.stderr is not None
+    read_until(process.stderr, "Ctrl-C stops an answer")
+    with process:
+        yield process
+        process.kill()
+    killer.cancel()
+
+
+def read_until(stream: IO[str], words: str) -> str:
+    seen = ""
+    while words not in seen:
+        letter = stream.read(1)
+        assert letter, f"it ended after {seen!r}"
+        seen += letter
+    return seen
+
+
+def test_ctrl_c_ends_the_answer_then_at_the_prompt_the_program(talk: subprocess.Popen[str]) -> None:
+    assert talk.stdin is not None
+    assert talk.stdout is not None
+    assert talk.stderr is not None
+    talk.stdin.write("hello\n")
+    read_until(talk.stdout, "abc")
+    os.kill(talk.pid, signal.SIGINT)
+    assert "abort]" in read_until(talk.stderr, "]\n")
+    talk.stdin.write("again\n")
+    read_until(talk.stdout, "\nabc")
+    os.kill(talk.pid, signal.SIGINT)
+    read_until(talk.stderr, "abort]\n")
+    os.kill(talk.pid, signal.SIGINT)
+    assert talk.wait(5) == 130
+    assert talk.stderr.read() == "\n"
+
+
+def test_a_reader_that_goes_away_ends_the_program_quietly(model: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncllm", "generate", *model, "prompt"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(20) == 1
+        assert "Error" not in process.stderr.read()

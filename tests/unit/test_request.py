@@ -1,0 +1,59 @@
+"""What the facades share: keywords equal to the sampling parameters, and how options become a configuration."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from pathlib import Path
+
+import pytest
+
+from asyncllm import _request
+from asyncllm._request import SamplingOptions, make_config, make_params
+from asyncllm.async_llm import AsyncLLM
+from asyncllm.config import EngineConfig
+from asyncllm.errors import ConfigError, InvalidParameterError
+from asyncllm.llm import LLM
+from asyncllm.llm_engine import LLMEngine
+from asyncllm.sampling_params import SamplingParams
+
+
+def test_the_keywords_are_the_sampling_parameters() -> None:
+    expected = typing.get_type_hints(SamplingParams)
+    assert typing.get_type_hints(SamplingOptions) == {name: expected[name] for name in SamplingParams.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [AsyncLLM.stream, AsyncLLM.generate, AsyncLLM.chat, LLM.generate, LLM.chat, LLMEngine.add_request],
+)
+def test_every_facade_takes_them(method: object) -> None:
+    parameters = inspect.signature(method).parameters  # type: ignore[arg-type]
+    assert parameters["sampling"].annotation == "Unpack[SamplingOptions]"
+
+
+def test_params_come_as_an_object_or_as_keywords() -> None:
+    params = SamplingParams(max_tokens=3)
+    assert make_params(params, {}) is params
+    assert make_params(None, {"max_tokens": 3}) == params
+    with pytest.raises(TypeError, match="not both"):
+        make_params(params, {"max_tokens": 3})
+    with pytest.raises(InvalidParameterError):
+        make_params(None, {"max_tokens": 0})
+
+
+def test_a_configuration_comes_as_an_object_or_as_options() -> None:
+    config = make_config(Path("some") / "model", {"max_num_seqs": 3})
+    assert config == EngineConfig.from_options("some/model", max_num_seqs=3)
+    assert make_config(config, {}) is config
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        make_config(config, {"max_num_seqs": 3})
+
+
+def test_a_chat_is_long_by_the_text_of_its_messages() -> None:
+    class Inputs:
+        def is_long(self, prompt: str) -> bool:
+            return len(prompt) > 10
+
+    chat = _request.ChatRequest(params=SamplingParams(), messages=[{"content": "x" * 6}, {"content": "y" * 6}, {}])
+    assert chat.is_long(Inputs())  # type: ignore[arg-type]

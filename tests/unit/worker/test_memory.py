@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from asyncllm.config import EngineConfig
+from asyncllm.errors import InsufficientMemoryError
+from asyncllm.worker.memory import KVCachePlan, plan_kv_cache
+
+MIB = 1 << 20
+
+
+def plan(free_bytes: int = 1000 * MIB, cap_bytes: int | None = 4000 * MIB, **options: object) -> KVCachePlan:
+    """Blocks of 16 tokens and 1 MiB, a model of 1024 positions: a full request takes 64 blocks."""
+    config = EngineConfig.from_options("model", **options)
+    return plan_kv_cache(config, model_max_len=1024, bytes_per_block=MIB, free_bytes=free_bytes, cap_bytes=cap_bytes)
+
+
+def test_a_share_of_the_free_memory_less_the_null_block() -> None:
+    assert plan(memory_fraction=0.5) == KVCachePlan(num_blocks=499, max_model_len=1024)
+
+
+def test_no_more_than_the_cap() -> None:
+    assert plan(cap_bytes=100 * MIB).num_blocks == 99
+    assert plan(free_bytes=10_000 * MIB, cap_bytes=None, memory_fraction=0.5).num_blocks == 4999
+
+
+def test_no_more_than_all_requests_could_fill() -> None:
+    assert plan(max_num_seqs=2).num_blocks == 128
+    assert plan(max_num_seqs=2, max_model_len=100).num_blocks == 14
+
+
+def test_options_are_taken_as_they_are() -> None:
+    assert plan(num_blocks=700, max_num_seqs=1) == KVCachePlan(num_blocks=700, max_model_len=1024)
+    assert plan(kv_cache_bytes=200 * MIB, max_num_seqs=1).num_blocks == 199
+
+
+def test_r55_a_length_nobody_asked_for_is_lowered_to_what_fits() -> None:
+    assert plan(free_bytes=100 * MIB) == KVCachePlan(num_blocks=39, max_model_len=39 * 16)
+    assert plan(num_blocks=10) == KVCachePlan(num_blocks=10, max_model_len=160)
+    assert plan(kv_cache_bytes=5 * MIB) == KVCachePlan(num_blocks=4, max_model_len=64)
+
+
+def test_case88_a_length_that_was_asked_for_must_fit() -> None:
+    with pytest.raises(InsufficientMemoryError, match="largest max_model_len that would fit is 624") as caught:
+        plan(free_bytes=100 * MIB, max_model_len=1000)
+    assert caught.value.max_model_len_fit == 624
+    assert caught.value.needed_bytes == 64 * MIB  # 63 blocks and the null block
+    assert caught.value.available_bytes == 40 * MIB
+    assert plan(free_bytes=100 * MIB, max_model_len=624).max_model_len == 624
+    with pytest.raises(InsufficientMemoryError):
+        plan(kv_cache_bytes=10 * MIB, max_model_len=1000)
+
+
+def test_r62_a_pool_that_was_asked_for_may_be_smaller_than_the_longest_request() -> None:
+    assert plan(num_blocks=49, max_model_len=1024) == KVCachePlan(num_blocks=49, max_model_len=1024)
+
+
+def test_options_beyond_the_free_memory_are_refused() -> None:
+    with pytest.raises(InsufficientMemoryError, match="num_blocks=2000"):
+        plan(num_blocks=2000)
+    with pytest.raises(InsufficientMemoryError, match="kv_cache_bytes=") as caught:
+        plan(kv_cache_bytes=1001 * MIB)
+    assert caught.value.max_model_len_fit == 999 * 16
+
+
+def test_no_room_for_a_single_block() -> None:
+    with pytest.raises(InsufficientMemoryError) as caught:
+        plan(free_bytes=2 * MIB)
+    assert caught.value.max_model_len_fit == 0
