@@ -209,8 +209,8 @@ class Kernels(ABC):
     # ---- matrix products ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-        """Return ``x`` [M, k] times ``weight`` plus its bias, [M, n]."""
+    def linear(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x`` [M, k] times ``weight`` plus its bias, [M, n], in ``out`` where it is given (rows may be strided)."""
 
     @abstractmethod
     def gated_linear(

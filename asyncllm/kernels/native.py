@@ -88,10 +88,10 @@ class NativeKernels(Kernels):
 
     # ---- matrix products ---------------------------------------------------------------------------------------------
 
-    def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x`` times ``weight`` plus its bias."""
-        out = torch.empty(x.shape[0], weight.n)
-        args = (ctypes.byref(c_linear(weight)), *matrix(x, weight.k), *matrix(out), x.shape[0])
+        out = torch.empty(x.shape[0], weight.n) if out is None else out
+        args = (ctypes.byref(c_linear(weight)), *matrix(x, weight.k), *matrix(out, weight.n), x.shape[0])
         check(self.dll.allm_linear_forward(self.pool.handle, *args), "linear")
         return out
 

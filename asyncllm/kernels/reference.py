@@ -71,9 +71,10 @@ class TorchKernels(Kernels):
 
     # ---- matrix products ---------------------------------------------------------------------------------------------
 
-    def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x`` times ``weight`` plus its bias."""
-        return F.linear(x, weight.data.float(), weight.bias)
+        y = F.linear(x, weight.data.float(), weight.bias)
+        return y if out is None else out.copy_(y)
 
     def gated_linear(
         self, x: torch.Tensor, gate: PackedWeight | None, up: PackedWeight, activation: Activation

@@ -1,7 +1,7 @@
 """A loaded model as one native call per step: its modules become a :class:`~asyncllm.kernels.decoder.DecoderSpec`.
 
-Weights are packed one after the other and each is freed in the module as soon as it is packed, so that memory never holds
-two copies of more than one matrix. Unquantized weights are stored in the smallest format that loses nothing.
+The model's linear layers must have been prepared by :class:`~asyncllm.layers.linear_native.NativeLinearMethod`
+(``build_model(..., linear_method=NativeLinearMethod(kernels))``); the description points at the weights that it packed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from torch import nn
 from asyncllm.errors import UnsupportedModelError
 from asyncllm.kernels.base import Activation, Format, Norm, NormKind, PackedWeight, Rotary
 from asyncllm.kernels.decoder import DecoderSpec, LayerSpec
+from asyncllm.layers.linear_native import packed_parts
 from asyncllm.layers.norm import LayerNorm, RMSNorm
 from asyncllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from asyncllm.models.opt import POSITION_OFFSET, OPTDecoderLayer, OPTForCausalLM
 
 if TYPE_CHECKING:
     from asyncllm.kernels.base import Kernels
+    from asyncllm.layers.embedding import Embedding
     from asyncllm.layers.linear import Linear
     from asyncllm.models.base import CausalLM
 
@@ -36,58 +38,30 @@ NAME_TO_ACTIVATION = {
 
 
 def describe(
-    model: CausalLM, kernels: Kernels, *, block_size: int, kv_format: Format = Format.F32, free_weights: bool = True
+    model: CausalLM, kernels: Kernels, *, block_size: int, kv_format: Format = Format.F32
 ) -> DecoderSpec:
-    """Return ``model`` as ``kernels`` run it; with ``free_weights`` its own weights are gone afterwards.
+    """Return ``model`` as ``kernels`` run it. A tied embedding is from then on read from the packed head.
 
     :raises UnsupportedModelError: its family or one of its functions is not among those that the native step knows.
     """
-    packer = Packer(kernels, free_weights)
     if isinstance(model, LlamaForCausalLM):
-        return describe_llama(model, packer, block_size, kv_format)
+        return describe_llama(model, kernels, block_size, kv_format)
     if isinstance(model, OPTForCausalLM):
-        return describe_opt(model, packer, block_size, kv_format)
+        return describe_opt(model, kernels, block_size, kv_format)
     name = type(model).__name__
     raise UnsupportedModelError(f"{name} has no native step", feature=name)
 
 
-class Packer:
-    """Packs the weights of modules."""
-
-    def __init__(self, kernels: Kernels, free_weights: bool) -> None:
-        self.kernels = kernels
-        self.free_weights = free_weights
-
-    def linear(self, layer: Linear) -> list[PackedWeight]:
-        """Return the projections of ``layer``, each as a weight of its own."""
-        sizes = list(layer.out_sizes)
-        biases = [None] * len(sizes) if layer.bias is None else layer.bias.split(sizes)
-        parts = layer.weight.split(sizes)
-        packed = [self.kernels.pack(part, bias=bias) for part, bias in zip(parts, biases, strict=True)]
-        self._free(layer.weight)
-        return packed
-
-    def table(self, weight: nn.Parameter) -> PackedWeight:
-        """Return an embedding table."""
-        packed = self.kernels.pack(weight)
-        self._free(weight)
-        return packed
-
-    def _free(self, weight: nn.Parameter) -> None:
-        if self.free_weights:
-            weight.data = torch.empty(0, dtype=weight.dtype)
-
-
-def describe_llama(model: LlamaForCausalLM, packer: Packer, block_size: int, kv_format: Format) -> DecoderSpec:
+def describe_llama(model: LlamaForCausalLM, kernels: Kernels, block_size: int, kv_format: Format) -> DecoderSpec:
     """Return Llama and its relatives."""
     table = model.rotary.table.float()
     rotary = Rotary(cos=table[:, 0].contiguous(), sin=table[:, 1].contiguous())
     layers: list[LayerSpec] = []
     for layer in model.layers:
         assert isinstance(layer, LlamaDecoderLayer)
-        q, k, v = packer.linear(layer.self_attn.qkv_proj)
-        gate, up = packer.linear(layer.mlp.gate_up_proj)
-        (o,), (down,) = packer.linear(layer.self_attn.o_proj), packer.linear(layer.mlp.down_proj)
+        q, k, v = packed_parts(layer.self_attn.qkv_proj)
+        gate, up = packed_parts(layer.mlp.gate_up_proj)
+        (o,), (down,) = packed_parts(layer.self_attn.o_proj), packed_parts(layer.mlp.down_proj)
         layers.append(
             LayerSpec(
                 attention_norm=norm_of(layer.input_layernorm),
@@ -104,7 +78,7 @@ def describe_llama(model: LlamaForCausalLM, packer: Packer, block_size: int, kv_
                 window=layer.self_attn.attention.window,
             )
         )
-    embedding, head = embedding_and_head(model.embed_tokens.weight, model.lm_head, packer)
+    embedding, head = embedding_and_head(model.embed_tokens, model.lm_head, model.settings.tie_word_embeddings, kernels)
     return DecoderSpec(
         hidden_size=model.settings.hidden_size,
         num_heads=model.num_heads,
@@ -120,13 +94,13 @@ def describe_llama(model: LlamaForCausalLM, packer: Packer, block_size: int, kv_
     )
 
 
-def describe_opt(model: OPTForCausalLM, packer: Packer, block_size: int, kv_format: Format) -> DecoderSpec:
+def describe_opt(model: OPTForCausalLM, kernels: Kernels, block_size: int, kv_format: Format) -> DecoderSpec:
     """Return OPT in both of its shapes."""
     layers: list[LayerSpec] = []
     for layer in model.layers:
         assert isinstance(layer, OPTDecoderLayer)
-        q, k, v = packer.linear(layer.qkv_proj)
-        (o,), (up,), (down,) = (packer.linear(part) for part in (layer.out_proj, layer.fc1, layer.fc2))
+        q, k, v = packed_parts(layer.qkv_proj)
+        (o,), (up,), (down,) = (packed_parts(part) for part in (layer.out_proj, layer.fc1, layer.fc2))
         layers.append(
             LayerSpec(
                 attention_norm=norm_of(layer.self_attn_layer_norm),
@@ -140,7 +114,7 @@ def describe_opt(model: OPTForCausalLM, packer: Packer, block_size: int, kv_form
                 attention_scale=layer.attention.scale,
             )
         )
-    embedding, head = embedding_and_head(model.embed_tokens.weight, model.lm_head, packer)
+    embedding, head = embedding_and_head(model.embed_tokens, model.lm_head, model.settings.tie_word_embeddings, kernels)
     return DecoderSpec(
         hidden_size=model.settings.hidden_size,
         num_heads=model.num_heads,
@@ -153,20 +127,20 @@ def describe_opt(model: OPTForCausalLM, packer: Packer, block_size: int, kv_form
         embedding=embedding,
         position_embedding=model.embed_positions.weight.detach().float().contiguous(),
         position_offset=POSITION_OFFSET,
-        project_in=packer.linear(model.project_in)[0] if model.project_in is not None else None,
-        project_out=packer.linear(model.project_out)[0] if model.project_out is not None else None,
+        project_in=packed_parts(model.project_in)[0] if model.project_in is not None else None,
+        project_out=packed_parts(model.project_out)[0] if model.project_out is not None else None,
         layers=layers,
         final_norm=norm_of(model.final_layer_norm),
         head=head,
     )
 
 
-def embedding_and_head(embedding: nn.Parameter, head: Linear, packer: Packer) -> tuple[PackedWeight, PackedWeight]:
+def embedding_and_head(embedding: Embedding, head: Linear, tied: bool, kernels: Kernels) -> tuple[PackedWeight, PackedWeight]:
     """Return embedding table and head: one weight for both where they are tied."""
-    if head.weight is embedding:
-        (packed,) = packer.linear(head)
-        return packed, packed
-    return packer.table(embedding), packer.linear(head)[0]
+    (packed,) = packed_parts(head)
+    table = packed if tied else kernels.pack(embedding.weight)
+    embedding.weight.data = torch.empty(0)
+    return table, packed
 
 
 def norm_of(module: RMSNorm | LayerNorm | None) -> Norm:
