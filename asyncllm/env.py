@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["engine_environment", "hf_cache_dir", "kernels", "log_level", "restore_pythonpath", "runtime_dir", "startup_timeout_s"]
+__all__ = [
+    "engine_environment",
+    "hf_cache_dir",
+    "kernels",
+    "log_level",
+    "restore_pythonpath",
+    "runtime_dir",
+    "startup_timeout_s",
+]
 
 OUTER_PYTHONPATH = "ASYNCLLM_OUTER_PYTHONPATH"
 

@@ -3,8 +3,8 @@
 Letters: ``T`` new tokens of a step, ``B`` rows (requests), ``H`` query heads, ``KV`` key/value heads, ``D`` head dim,
 ``S`` block size, ``N`` x ``K`` a weight of N outputs and K inputs, ``M`` rows of an activation matrix.
 
-Activations are float32 tensors on the CPU whose last dimension is contiguous; rows may be strided. All methods are called
-from one thread at a time; none of them keeps a reference to its arguments.
+Activations are float32 tensors on the CPU whose last dimension is contiguous; rows may be strided. All methods are
+called from one thread at a time; none of them keeps a reference to its arguments.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary positions: ``cos`` and ``sin`` float32 [max_position, dim / 2], on the first ``dim`` elements of a head."""
+    """Rotary positions: ``cos``, ``sin`` float32 [max_position, dim / 2], for the first ``dim`` elements of a head."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -180,7 +180,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: torch.Tensor) -> None:
-        """Fill the rows from ``first_row`` on with ``rows`` [R, k]; of a quantized weight: uint8 [R, k / 32 * block_bytes].
+        """Fill the rows from ``first_row`` on with ``rows`` [R, k]; quantized: uint8 [R, k / 32 * block_bytes].
 
         :raises ValueError: shape or dtype do not fit.
         """
@@ -210,7 +210,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def linear(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``x`` [M, k] times ``weight`` plus its bias, [M, n], in ``out`` where it is given (rows may be strided)."""
+        """Return ``x`` [M, k] times ``weight`` plus its bias, [M, n], in ``out`` where it is given."""
 
     @abstractmethod
     def gated_linear(
@@ -260,9 +260,9 @@ class Kernels(ABC):
         query_norm: Norm | None = None,
         key_norm: Norm | None = None,
     ) -> None:
-        """Norm and rotate ``query`` [T, H, D] and ``key`` [T, KV, D] in place, store ``key`` and ``value`` in their slots.
+        """Norm and rotate ``query`` [T, H, D] and ``key`` [T, KV, D] in place; store ``key`` and ``value`` by slots.
 
-        The heads of a token are contiguous.
+        The heads of a token are contiguous. A token with a negative slot is not stored.
         """
 
     @abstractmethod
@@ -303,6 +303,6 @@ def lossless_format(weight: torch.Tensor) -> Format:
     if weight.dtype != torch.float32:
         return Format.of(weight.dtype)
     for small in (Format.BF16, Format.F16):
-        if all(torch.equal(part, part.to(small.dtype).float()) for part in weight.split(4096)):
+        if all(torch.equal(part, part.to(small.dtype).float()) for part in torch.split(weight, 4096)):
             return small
     return Format.F32

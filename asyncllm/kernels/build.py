@@ -18,9 +18,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["BuildError", "build", "find_compiler", "isas", "library_path"]
 
@@ -39,7 +42,13 @@ FLAGS = (
     "-pthread",
 )
 LINK_FLAGS = ("-shared", "-pthread", "-lm")
-SANITIZE_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
+SANITIZE_FLAGS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+    "-g",
+    "-O1",
+)
 
 
 class BuildError(RuntimeError):
@@ -92,14 +101,13 @@ def build(
     wanted = tuple(only or isas())
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        jobs = [(isa, source) for source in sorted(SOURCE_DIR.glob("*.cpp")) for isa in wanted]
-        jobs.sort(key=lambda job: -job[1].stat().st_size)
+        sources = sorted(SOURCE_DIR.glob("*.cpp"), key=lambda source: -source.stat().st_size)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            compiled = list(pool.map(lambda job: _compile(command, *job, Path(scratch), sanitize), jobs))
-        return [
-            _link(command, isa, [obj for (of, _), obj in zip(jobs, compiled, strict=True) if of == isa], directory, sanitize)
-            for isa in wanted
-        ]
+            jobs = {
+                isa: [pool.submit(_compile, command, isa, source, Path(scratch), sanitize) for source in sources]
+                for isa in wanted
+            }
+            return [_link(command, isa, [job.result() for job in jobs[isa]], directory, sanitize) for isa in wanted]
 
 
 def _compile(command: Sequence[str], isa: str, source: Path, scratch: Path, sanitize: bool) -> Path:

@@ -9,6 +9,7 @@ library's single call to it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,8 +53,8 @@ class ComposedDecoder(Decoder):
             raise ValueError("a sample row of the step is out of range")
         hidden = self._embed(batch)
         for layer, cache in zip(spec.layers, kv_caches, strict=True):
-            hidden = self._half(hidden, layer.attention_norm, lambda x: self._attend(layer, cache, batch, x))
-            hidden = self._half(hidden, layer.mlp_norm, lambda x: self._mlp(layer, x))
+            hidden = self._half(hidden, layer.attention_norm, partial(self._attend, layer, cache, batch))
+            hidden = self._half(hidden, layer.mlp_norm, partial(self._mlp, layer))
         if not with_hidden:
             hidden = hidden[rows]
         hidden = kernels.add_norm(hidden, spec.final_norm)
@@ -82,9 +83,21 @@ class ComposedDecoder(Decoder):
 
     def _attend(self, layer: LayerSpec, cache: torch.Tensor, batch: Batch, x: torch.Tensor) -> torch.Tensor:
         spec, kernels, shape = self.spec, self._kernels, self.spec.kv_shape
-        query, key, value = (kernels.linear(x, part).unflatten(-1, (-1, spec.head_dim)) for part in (layer.q, layer.k, layer.v))
-        norms = {"query_norm": layer.q_norm, "key_norm": layer.k_norm}
-        kernels.rotate_and_write(shape, cache, batch, query, key, value, rotary=layer.rotary, **norms)
+        query, key, value = (
+            kernels.linear(x, part).view(-1, part.n // spec.head_dim, spec.head_dim)
+            for part in (layer.q, layer.k, layer.v)
+        )
+        kernels.rotate_and_write(
+            shape,
+            cache,
+            batch,
+            query,
+            key,
+            value,
+            rotary=layer.rotary,
+            query_norm=layer.q_norm,
+            key_norm=layer.k_norm,
+        )
         attended = kernels.attention(shape, cache, batch, query, scale=layer.attention_scale, window=layer.window)
         return self._out_norm(kernels.linear(attended, layer.o), layer.attention_out_norm)
 

@@ -7,21 +7,23 @@ outputs of attention and MLP) and for OPT (LayerNorm before or after, learned po
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from asyncllm.kernels.base import Activation, Format, KvShape, Norm, PackedWeight, Rotary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     import numpy.typing as npt
-    import torch
 
     from asyncllm.kernels.base import Batch
 
 __all__ = ["Decoder", "DecoderSpec", "LayerSpec", "StepOutput"]
+
+NO_NORM = Norm()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +34,15 @@ class LayerSpec:
     q: PackedWeight
     k: PackedWeight
     v: PackedWeight
-    q_norm: Norm = Norm()
-    k_norm: Norm = Norm()
+    q_norm: Norm = NO_NORM
+    k_norm: Norm = NO_NORM
     o: PackedWeight
-    attention_out_norm: Norm = Norm()
+    attention_out_norm: Norm = NO_NORM
     mlp_norm: Norm
     gate: PackedWeight | None = None
     up: PackedWeight
     down: PackedWeight
-    mlp_out_norm: Norm = Norm()
+    mlp_out_norm: Norm = NO_NORM
     rotary: Rotary | None = None
     attention_scale: float
     window: int | None = None

@@ -19,7 +19,19 @@ from asyncllm.kernels import build
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CBatch", "CDecoder", "CKvCache", "CLayer", "CLinear", "CNorm", "CRotary", "CStepOutput", "available", "load", "open_library"]
+__all__ = [
+    "CBatch",
+    "CDecoder",
+    "CKvCache",
+    "CLayer",
+    "CLinear",
+    "CNorm",
+    "CRotary",
+    "CStepOutput",
+    "available",
+    "load",
+    "open_library",
+]
 
 ABI_VERSION = 1
 OFF = "off"
@@ -181,6 +193,23 @@ class Availability:
     reason: str
 
 
+def library_dir() -> Path:
+    """Return the folder of the compiled libraries."""
+    return build.LIBRARY_DIR
+
+
+def usable() -> tuple[str, ...]:
+    """Return the instruction sets that were compiled and that this machine runs, the plainest first."""
+    built = [isa for isa in build.isas() if _path(isa).is_file()]
+    if not built:
+        return ()
+    # The plainest build asks cpuid without executing anything newer.
+    name: bytes = open_library(_path(built[0])).allm_best_isa()
+    known, best = build.isas(), name.decode()
+    runs = known[: known.index(best) + 1] if best in known else ()
+    return tuple(isa for isa in built if isa in runs)
+
+
 def available() -> Availability:
     """Return the instruction set that :func:`load` would choose, or why there is no library to load.
 
@@ -191,21 +220,17 @@ def available() -> Availability:
     wanted = env.kernels()
     if wanted == OFF:
         return Availability(None, "switched off by ASYNCLLM_KERNELS=off")
-    built = [isa for isa in build.isas() if build.library_path(isa).is_file()]
-    if not built:
-        how = "python -m asyncllm.kernels.build"
-        return Availability(None, f"not compiled for {platform.machine()}; `{how}` does it (needs a C++ compiler)")
-    runs = _runs_here(built[0])
-    if wanted is None:
-        usable = [isa for isa in built if isa in runs]
-        return Availability(usable[-1], "") if usable else Availability(None, f"compiled only for {', '.join(built)}")
-    if wanted not in built or wanted not in runs:
+    found = usable()
+    if wanted is not None and wanted not in found:
         raise ConfigError(
-            f"ASYNCLLM_KERNELS is {wanted!r}; compiled are {', '.join(built)}, this machine runs {', '.join(runs)}",
+            f"ASYNCLLM_KERNELS is {wanted!r}; compiled and able to run here are: {', '.join(found) or 'none'}",
             parameter="ASYNCLLM_KERNELS",
             value=wanted,
         )
-    return Availability(wanted, "")
+    if not found:
+        how = "`python -m asyncllm.kernels.build` does it, with a C++ compiler"
+        return Availability(None, f"not compiled for this machine ({platform.machine()}); {how}")
+    return Availability(wanted or found[-1], "")
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:
@@ -218,7 +243,11 @@ def load(isa: str | None = None) -> ctypes.CDLL:
         if found.isa is None:
             raise RuntimeError(f"the native kernels are {found.reason}")
         isa = found.isa
-    return open_library(build.library_path(isa))
+    return open_library(_path(isa))
+
+
+def _path(isa: str) -> Path:
+    return build.library_path(isa, library_dir())
 
 
 @cache
@@ -237,12 +266,3 @@ def open_library(path: Path) -> ctypes.CDLL:
     if library.allm_abi_version() != ABI_VERSION:
         raise RuntimeError(f"{path} is from another version; `python -m asyncllm.kernels.build` makes a new one")
     return library
-
-
-def _runs_here(built: str) -> tuple[str, ...]:
-    """Return the instruction sets that this machine runs; ``built`` is one of the libraries that are there."""
-    # The plainest build asks cpuid without executing anything newer.
-    name: bytes = open_library(build.library_path(built)).allm_best_isa()
-    known = build.isas()
-    best = name.decode()
-    return known[: known.index(best) + 1] if best in known else ()

@@ -131,7 +131,9 @@ class NativeKernels(Kernels):
         m, n = gate.shape
         out = torch.empty(m, n)
         c_up = matrix(up, n) if up is not None else (None, 0)
-        check(self.dll.allm_activate(self.pool.handle, activation, *matrix(gate), *c_up, *matrix(out), m, n), "activate")
+        check(
+            self.dll.allm_activate(self.pool.handle, activation, *matrix(gate), *c_up, *matrix(out), m, n), "activate"
+        )
         return out
 
     # ---- attention ---------------------------------------------------------------------------------------------------
@@ -180,7 +182,13 @@ class NativeKernels(Kernels):
     def read_kv(self, shape: KvShape, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return key and value of ``slots``."""
         key, value = (torch.empty(len(slots), shape.num_kv_heads, shape.head_dim) for _ in range(2))
-        args = (ctypes.byref(c_kv_cache(shape, cache)), address(slots.contiguous()), len(slots), address(key), address(value))
+        args = (
+            ctypes.byref(c_kv_cache(shape, cache)),
+            address(slots.contiguous()),
+            len(slots),
+            address(key),
+            address(value),
+        )
         check(self.dll.allm_read_kv(*args), "read_kv")
         return key, value
 

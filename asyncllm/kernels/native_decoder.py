@@ -24,7 +24,7 @@ __all__ = ["NativeDecoder"]
 
 
 class NativeDecoder(Decoder):
-    """``spec`` as C structs that point into its tensors, which it keeps alive, and a workspace that grows with steps."""
+    """``spec`` as C structs that point into its tensors (kept alive by it), and a workspace that grows with steps."""
 
     def __init__(self, kernels: NativeKernels, spec: DecoderSpec) -> None:
         spec.check()

@@ -43,7 +43,9 @@ class TorchKernels(Kernels):
     @property
     def description(self) -> str:
         """One line for the log and for ``info``: that this is the slow one, and why."""
-        return "torch fallback, several times slower than the native kernels" + (f": {self.reason}" if self.reason else "")
+        return "torch fallback, several times slower than the native kernels" + (
+            f": {self.reason}" if self.reason else ""
+        )
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ class NativeLinearMethod:
     def prepare(self, layer: Linear) -> None:
         """Pack the projections of ``layer`` and drop its weight."""
         sizes = list(layer.out_sizes)
-        biases = [None] * len(sizes) if layer.bias is None else layer.bias.split(sizes)
-        parts = layer.weight.split(sizes)
+        biases = [None] * len(sizes) if layer.bias is None else torch.split(layer.bias, sizes)
+        parts = torch.split(layer.weight, sizes)
         layer.prepared = [self.kernels.pack(part, bias=bias) for part, bias in zip(parts, biases, strict=True)]
         layer.drop_weight()
 
@@ -36,7 +36,7 @@ class NativeLinearMethod:
         if len(parts) == 1:
             return self.kernels.linear(x, parts[0])
         out = torch.empty(x.shape[0], sum(layer.out_sizes))
-        for part, columns in zip(parts, out.split(list(layer.out_sizes), 1), strict=True):
+        for part, columns in zip(parts, torch.split(out, list(layer.out_sizes), 1), strict=True):
             self.kernels.linear(x, part, out=columns)
         return out
 

@@ -37,9 +37,7 @@ NAME_TO_ACTIVATION = {
 }
 
 
-def describe(
-    model: CausalLM, kernels: Kernels, *, block_size: int, kv_format: Format = Format.F32
-) -> DecoderSpec:
+def describe(model: CausalLM, kernels: Kernels, *, block_size: int, kv_format: Format = Format.F32) -> DecoderSpec:
     """Return ``model`` as ``kernels`` run it. A tied embedding is from then on read from the packed head.
 
     :raises UnsupportedModelError: its family or one of its functions is not among those that the native step knows.
@@ -135,7 +133,9 @@ def describe_opt(model: OPTForCausalLM, kernels: Kernels, block_size: int, kv_fo
     )
 
 
-def embedding_and_head(embedding: Embedding, head: Linear, tied: bool, kernels: Kernels) -> tuple[PackedWeight, PackedWeight]:
+def embedding_and_head(
+    embedding: Embedding, head: Linear, tied: bool, kernels: Kernels
+) -> tuple[PackedWeight, PackedWeight]:
     """Return embedding table and head: one weight for both where they are tied."""
     (packed,) = packed_parts(head)
     table = packed if tied else kernels.pack(embedding.weight)

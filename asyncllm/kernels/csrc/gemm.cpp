@@ -94,6 +94,7 @@ struct Operand {  // the rows of x that a task works on
     int64_t stride;
     int64_t rows;  // <= ROW_BLOCK
     int64_t k;
+    int64_t first;  // its first row among all
 };
 
 // The scratch memory of one thread.
@@ -187,7 +188,8 @@ void multiply(const Operand& a, const allm_linear& linear, int64_t first, int64_
 struct Grid {
     int64_t row_blocks, pieces, panels;
 
-    Grid(allm_pool* pool, int64_t m, int64_t total_panels) : row_blocks(ceil_div(m, ROW_BLOCK)), panels(total_panels) {
+    Grid(allm_pool* pool, int64_t m, int64_t total_panels)
+        : row_blocks(larger<int64_t>(1, ceil_div(m, ROW_BLOCK))), panels(total_panels) {
         // A few tasks per thread, so that one who is interrupted does not hold the others up; more where each stays large.
         int64_t threads = num_threads(pool), wanted = threads * (panels >= threads * 32 ? 4 : 2);
         pieces = smaller(panels, larger<int64_t>(1, ceil_div(wanted, row_blocks)));
@@ -202,7 +204,7 @@ struct Grid {
 Operand rows_of(const float* x, int64_t x_stride, int64_t m, int64_t k, const Grid& grid, int64_t task) {
     int64_t count = grid.row_blocks, block = grid.row_block(task);
     int64_t first = m * block / count, last = m * (block + 1) / count;
-    return {x + first * x_stride, x_stride, last - first, k};
+    return {x + first * x_stride, x_stride, last - first, k, first};
 }
 
 // ---- argmax ------------------------------------------------------------------------------------------------------
@@ -261,12 +263,12 @@ int32_t multiply_group(allm_pool* pool, const float* x, int64_t x_stride, int64_
     Grid grid(pool, m, panels);
     auto task = [&](int64_t index, uint8_t* scratch) {
         Operand a = rows_of(x, x_stride, m, products[0].linear->k, grid, index);
-        int64_t row = (a.x - x) / x_stride, begin = 0;
+        int64_t begin = 0;
         for (int i = 0; i < count; i++) {
             const Product& product = products[i];
             int64_t end = begin + ceil_div(product.linear->n, P);
             int64_t first = larger(grid.first_panel(index), begin) - begin, last = smaller(grid.last_panel(index), end) - begin;
-            float* y = product.y + row * product.y_stride + first * P;
+            float* y = product.y + a.first * product.y_stride + first * P;
             if (first < last) multiply(a, *product.linear, first, last, y, product.y_stride, (Scratch*)scratch);
             begin = end;
         }
@@ -293,10 +295,9 @@ int32_t allm_gated_linear_forward(allm_pool* pool, const allm_linear* gate, cons
     auto task = [&](int64_t index, uint8_t* memory) {
         Scratch* scratch = (Scratch*)memory;
         Operand a = rows_of(x, x_stride, m, up->k, grid, index);
-        int64_t row = (a.x - x) / x_stride;
         for (int64_t p = grid.first_panel(index), end = grid.last_panel(index); p < end; p += PANEL_GROUP) {
             int64_t last = smaller(p + PANEL_GROUP, end), columns = smaller(last * P, up->n) - p * P;
-            float* to = y + row * y_stride + p * P;
+            float* to = y + a.first * y_stride + p * P;
             float* ups = gated ? scratch->second : nullptr;
             multiply(a, gated ? *gate : *up, p, last, to, y_stride, scratch);
             if (gated) multiply(a, *up, p, last, ups, PANEL_GROUP * P, scratch);
@@ -317,12 +318,11 @@ int32_t allm_head_forward(allm_pool* pool, const allm_linear* head, const float*
     auto task = [&](int64_t index, uint8_t* memory) {
         Scratch* scratch = (Scratch*)memory;
         Operand a = rows_of(x, x_stride, m, head->k, grid, index);
-        int64_t row = (a.x - x) / x_stride;
-        Best* mine = found + index % grid.pieces * m + row;
+        Best* mine = found + index % grid.pieces * m + a.first;
         for (int64_t r = 0; r < a.rows; r++) mine[r] = {-INFINITY, -1};
         for (int64_t p = grid.first_panel(index), end = grid.last_panel(index); p < end; p += PANEL_GROUP) {
             int64_t last = smaller(p + PANEL_GROUP, end), columns = smaller(last * P, head->n) - p * P;
-            float* to = logits ? logits + row * logits_stride + p * P : scratch->second;
+            float* to = logits ? logits + a.first * logits_stride + p * P : scratch->second;
             int64_t stride = logits ? logits_stride : PANEL_GROUP * P;
             multiply(a, *head, p, last, to, stride, scratch);
             for (int64_t r = 0; r < a.rows; r++) update_best(mine[r], to + r * stride, columns, p * P);
