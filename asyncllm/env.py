@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "cxx",
     "engine_environment",
     "hf_cache_dir",
     "kernels",
@@ -34,6 +35,11 @@ def startup_timeout_s(default: float) -> float:
 def log_level() -> str:
     """Return ``ASYNCLLM_LOG_LEVEL``: what the engine process writes to its log file (default ``INFO``)."""
     return os.environ.get("ASYNCLLM_LOG_LEVEL") or "INFO"
+
+
+def cxx() -> str | None:
+    """Return ``CXX``: the C++ compiler for the native CPU kernels (``None``: look for one)."""
+    return os.environ.get("CXX") or None
 
 
 def kernels() -> str | None:

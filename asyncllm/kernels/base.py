@@ -172,7 +172,7 @@ class Kernels(ABC):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def empty_weight(self, n: int, k: int, format: Format, bias: torch.Tensor | None = None) -> PackedWeight:  # noqa: A002
+    def empty_weight(self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return a weight whose rows are still to be filled by :meth:`pack_rows`.
 
         :raises ValueError: ``k`` does not fit the format's blocks.
@@ -185,17 +185,19 @@ class Kernels(ABC):
         :raises ValueError: shape or dtype do not fit.
         """
 
-    def pack(self, rows: torch.Tensor, format: Format | None = None, bias: torch.Tensor | None = None) -> PackedWeight:  # noqa: A002
-        """Return ``rows`` [n, k] as a weight, stored as ``format`` (default: the smallest that loses nothing)."""
-        chosen = lossless_format(rows) if format is None else format
+    def pack(
+        self, rows: torch.Tensor, stored_as: Format | None = None, bias: torch.Tensor | None = None
+    ) -> PackedWeight:
+        """Return ``rows`` [n, k] as a weight, stored as ``stored_as`` (default: the smallest that loses nothing)."""
+        chosen = lossless_format(rows) if stored_as is None else stored_as
         weight = self.empty_weight(rows.shape[0], rows.shape[1], chosen, bias)
         self.pack_rows(weight, 0, rows)
         return weight
 
-    def pack_blocks(self, rows: torch.Tensor, format: Format, bias: torch.Tensor | None = None) -> PackedWeight:  # noqa: A002
+    def pack_blocks(self, rows: torch.Tensor, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return GGUF blocks ``rows`` (uint8 [n, bytes of a row]) as a weight [n, k] with exactly their values."""
-        k = rows.shape[1] // format.block_bytes * 32
-        weight = self.empty_weight(rows.shape[0], k, format, bias)
+        k = rows.shape[1] // stored_as.block_bytes * 32
+        weight = self.empty_weight(rows.shape[0], k, stored_as, bias)
         self.pack_rows(weight, 0, rows)
         return weight
 

@@ -70,9 +70,9 @@ def library_path(isa: str, directory: Path = LIBRARY_DIR) -> Path:
     return directory / f"libasyncllm_kernels-{isa}.so"
 
 
-def find_compiler() -> list[str] | None:
-    """Return the C++ compiler's command, ``None`` if there is none."""
-    if chosen := os.environ.get("CXX"):
+def find_compiler(chosen: str | None = None) -> list[str] | None:
+    """Return the C++ compiler's command: ``chosen`` (what ``$CXX`` says), else what is found; ``None``: nothing."""
+    if chosen:
         return shlex.split(chosen)
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
@@ -150,8 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=LIBRARY_DIR)
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UndefinedBehaviorSanitizer")
     options = parser.parse_args(arguments)
+    from asyncllm import env  # setup.py runs this file without the package
+
     try:
-        paths = build(options.output, only=options.isa, sanitize=options.sanitize)
+        compiler = find_compiler(env.cxx())
+        paths = build(options.output, compiler=compiler, only=options.isa, sanitize=options.sanitize)
     except BuildError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -56,14 +56,14 @@ class NativeKernels(Kernels):
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def empty_weight(self, n: int, k: int, format: Format, bias: torch.Tensor | None = None) -> PackedWeight:  # noqa: A002
+    def empty_weight(self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return a weight whose rows are still to be filled by :meth:`pack_rows`."""
-        num_bytes = self.dll.allm_packed_bytes(format, n, k)
+        num_bytes = self.dll.allm_packed_bytes(stored_as, n, k)
         if num_bytes < 0:
-            raise ValueError(f"a weight of {n} x {k} cannot be stored as {format.name}")
+            raise ValueError(f"a weight of {n} x {k} cannot be stored as {stored_as.name}")
         if bias is not None:
             bias = bias.detach().to(torch.float32).contiguous()
-        return PackedWeight(n=n, k=k, format=format, data=aligned_zeros(num_bytes), bias=bias)
+        return PackedWeight(n=n, k=k, format=stored_as, data=aligned_zeros(num_bytes), bias=bias)
 
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: torch.Tensor) -> None:
         """Fill the rows from ``first_row`` on."""

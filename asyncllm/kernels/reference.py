@@ -49,13 +49,13 @@ class TorchKernels(Kernels):
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def empty_weight(self, n: int, k: int, format: Format, bias: torch.Tensor | None = None) -> PackedWeight:  # noqa: A002
+    def empty_weight(self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return a weight whose rows are still to be filled by :meth:`pack_rows`."""
-        if format.is_quantized and k % 32:
-            raise ValueError(f"a weight of {n} x {k} cannot be stored as {format.name}")
-        dtype = torch.float32 if format.is_quantized else format.dtype
+        if stored_as.is_quantized and k % 32:
+            raise ValueError(f"a weight of {n} x {k} cannot be stored as {stored_as.name}")
+        dtype = torch.float32 if stored_as.is_quantized else stored_as.dtype
         bias = bias.detach().float() if bias is not None else None
-        return PackedWeight(n=n, k=k, format=format, data=torch.zeros(n, k, dtype=dtype), bias=bias)
+        return PackedWeight(n=n, k=k, format=stored_as, data=torch.zeros(n, k, dtype=dtype), bias=bias)
 
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: torch.Tensor) -> None:
         """Fill the rows from ``first_row`` on."""
@@ -217,18 +217,18 @@ def rotate(heads: torch.Tensor, positions: torch.Tensor, rotary: Rotary) -> torc
     return torch.cat((turned, heads[..., rotary.dim :]), -1)
 
 
-def dequantize_blocks(rows: torch.Tensor, format: Format) -> torch.Tensor:  # noqa: A002
+def dequantize_blocks(rows: torch.Tensor, stored_as: Format) -> torch.Tensor:
     """Return GGUF blocks (uint8 [n, bytes]) as float32 [n, k], rounded as gguf's own dequantization rounds."""
-    if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] % format.block_bytes:
-        raise ValueError(f"rows of {format.name} are uint8 of whole blocks, not {tuple(rows.shape)} {rows.dtype}")
-    blocks = rows.contiguous().view(-1, format.block_bytes)
+    if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] % stored_as.block_bytes:
+        raise ValueError(f"rows of {stored_as.name} are uint8 of whole blocks, not {tuple(rows.shape)} {rows.dtype}")
+    blocks = rows.contiguous().view(-1, stored_as.block_bytes)
     scale = blocks[:, :2].contiguous().view(torch.float16).float()
-    if format is Format.Q8_0:
+    if stored_as is Format.Q8_0:
         values = scale * blocks[:, 2:].contiguous().view(torch.int8).float()
         return values.view(rows.shape[0], -1)
-    packed = blocks[:, 4:] if format is Format.Q4_1 else blocks[:, 2:]
+    packed = blocks[:, 4:] if stored_as is Format.Q4_1 else blocks[:, 2:]
     nibbles = torch.cat((packed & 15, packed >> 4), 1).float()
-    if format is Format.Q4_1:
+    if stored_as is Format.Q4_1:
         values = scale * nibbles + blocks[:, 2:4].contiguous().view(torch.float16).float()
     else:
         values = scale * (nibbles - 8)

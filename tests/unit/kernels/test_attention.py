@@ -138,12 +138,12 @@ def test_huge_scores_do_not_overflow(kernels: NativeKernels, reference: TorchKer
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("format", [Format.F32, Format.BF16, Format.F16], ids=lambda f: f.name)
-def test_keys_and_values_come_back_as_written(kernels: NativeKernels, format: Format) -> None:
-    filled = Filled(kernels, Case(4, 2, 24, 32, format))
+@pytest.mark.parametrize("stored_as", [Format.F32, Format.BF16, Format.F16], ids=lambda f: f.name)
+def test_keys_and_values_come_back_as_written(kernels: NativeKernels, stored_as: Format) -> None:
+    filled = Filled(kernels, Case(4, 2, 24, 32, stored_as))
     key, value = kernels.read_kv(filled.case.shape, filled.cache, torch.from_numpy(filled.batch.slot_mapping))
-    assert torch.equal(key, filled.key.to(format.dtype).float())
-    assert torch.equal(value, filled.value.to(format.dtype).float())
+    assert torch.equal(key, filled.key.to(stored_as.dtype).float())
+    assert torch.equal(value, filled.value.to(stored_as.dtype).float())
 
 
 def test_a_negative_slot_is_not_written(kernels: NativeKernels) -> None:

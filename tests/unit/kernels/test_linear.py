@@ -18,45 +18,47 @@ SHAPES = [(1, 1), (7, 100), (33, 64), (576, 576), (100, 1700)]
 ROWS = [*range(1, 27), 31, 64, 96, 97, 127, 128]
 
 
-def plain(kernels: NativeKernels, n: int, k: int, format: Format) -> tuple[torch.Tensor, PackedWeight]:
-    values = torch.randn(n, k).to(format.dtype)
-    return values, kernels.pack(values, format)
+def plain(kernels: NativeKernels, n: int, k: int, stored_as: Format) -> tuple[torch.Tensor, PackedWeight]:
+    values = torch.randn(n, k).to(stored_as.dtype)
+    return values, kernels.pack(values, stored_as)
 
 
-def blocks(n: int, k: int, format: Format) -> torch.Tensor:
-    kind = gguf.GGMLQuantizationType[format.name]
+def blocks(n: int, k: int, stored_as: Format) -> torch.Tensor:
+    kind = gguf.GGMLQuantizationType[stored_as.name]
     return torch.from_numpy(gguf.quantize(np.random.default_rng(0).standard_normal((n, k), np.float32), kind))
 
 
-@pytest.mark.parametrize("format", PLAIN, ids=lambda f: f.name)
+@pytest.mark.parametrize("stored_as", PLAIN, ids=lambda f: f.name)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_product_equals_torch_in_double(kernels: NativeKernels, format: Format, n: int, k: int) -> None:
-    values, weight = plain(kernels, n, k, format)
+def test_a_product_equals_torch_in_double(kernels: NativeKernels, stored_as: Format, n: int, k: int) -> None:
+    values, weight = plain(kernels, n, k, stored_as)
     x = torch.randn(37, k)
     expected = (x.double() @ values.double().T).float()
     torch.testing.assert_close(kernels.linear(x, weight), expected, rtol=1e-5, atol=2e-6 * k)
 
 
-@pytest.mark.parametrize("format", QUANTIZED, ids=lambda f: f.name)
+@pytest.mark.parametrize("stored_as", QUANTIZED, ids=lambda f: f.name)
 @pytest.mark.parametrize("rows", [1, 3, 12, 40, 128])
-def test_gguf_blocks_give_the_bits_of_their_dequantized_values(kernels: NativeKernels, format: Format, rows: int) -> None:
-    raw = blocks(100, 1088, format)
-    values = torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[format.name]))
+def test_gguf_blocks_give_the_bits_of_their_dequantized_values(
+    kernels: NativeKernels, stored_as: Format, rows: int
+) -> None:
+    raw = blocks(100, 1088, stored_as)
+    values = torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[stored_as.name]))
     x = torch.randn(rows, 1088)
-    as_stored, dequantized = kernels.pack_blocks(raw, format), kernels.pack(values, Format.F32)
+    as_stored, dequantized = kernels.pack_blocks(raw, stored_as), kernels.pack(values, Format.F32)
     assert torch.equal(kernels.linear(x, as_stored), kernels.linear(x, dequantized))
-    assert torch.equal(dequantize_blocks(raw, format), values)
+    assert torch.equal(dequantize_blocks(raw, stored_as), values)
 
 
-@pytest.mark.parametrize("format", [*PLAIN, *QUANTIZED], ids=lambda f: f.name)
+@pytest.mark.parametrize("stored_as", [*PLAIN, *QUANTIZED], ids=lambda f: f.name)
 def test_a_row_does_not_depend_on_the_other_rows_or_threads(
-    kernels: NativeKernels, alone: NativeKernels, format: Format
+    kernels: NativeKernels, alone: NativeKernels, stored_as: Format
 ) -> None:
     n, k = 200, 1056
-    if format.is_quantized:
-        weight = kernels.pack_blocks(blocks(n, k, format), format)
+    if stored_as.is_quantized:
+        weight = kernels.pack_blocks(blocks(n, k, stored_as), stored_as)
     else:
-        weight = plain(kernels, n, k, format)[1]
+        weight = plain(kernels, n, k, stored_as)[1]
     x = torch.randn(max(ROWS), k)
     expected = kernels.linear(x, weight)
     for rows in ROWS:
@@ -88,23 +90,23 @@ def test_rows_may_be_strided_on_both_sides(kernels: NativeKernels) -> None:
     assert (out[:, 55:] == 7).all()
 
 
-@pytest.mark.parametrize("format", [Format.BF16, Format.Q4_1], ids=lambda f: f.name)
-def test_a_weight_can_be_packed_piece_by_piece(kernels: NativeKernels, format: Format) -> None:
-    rows = blocks(75, 64, format) if format.is_quantized else torch.randn(75, 64)
-    whole = kernels.pack_blocks(rows, format) if format.is_quantized else kernels.pack(rows, format)
-    pieces = kernels.empty_weight(75, 64, format)
+@pytest.mark.parametrize("stored_as", [Format.BF16, Format.Q4_1], ids=lambda f: f.name)
+def test_a_weight_can_be_packed_piece_by_piece(kernels: NativeKernels, stored_as: Format) -> None:
+    rows = blocks(75, 64, stored_as) if stored_as.is_quantized else torch.randn(75, 64)
+    whole = kernels.pack_blocks(rows, stored_as) if stored_as.is_quantized else kernels.pack(rows, stored_as)
+    pieces = kernels.empty_weight(75, 64, stored_as)
     for first, last in ((40, 75), (0, 13), (13, 40)):
         kernels.pack_rows(pieces, first, rows[first:last])
     assert torch.equal(pieces.data, whole.data)
 
 
-@pytest.mark.parametrize("format", [*PLAIN, *QUANTIZED], ids=lambda f: f.name)
-def test_rows_come_back_as_an_embedding(kernels: NativeKernels, format: Format) -> None:
-    if format.is_quantized:
-        raw = blocks(75, 64, format)
-        weight, values = kernels.pack_blocks(raw, format), dequantize_blocks(raw, format)
+@pytest.mark.parametrize("stored_as", [*PLAIN, *QUANTIZED], ids=lambda f: f.name)
+def test_rows_come_back_as_an_embedding(kernels: NativeKernels, stored_as: Format) -> None:
+    if stored_as.is_quantized:
+        raw = blocks(75, 64, stored_as)
+        weight, values = kernels.pack_blocks(raw, stored_as), dequantize_blocks(raw, stored_as)
     else:
-        values, weight = plain(kernels, 75, 64, format)
+        values, weight = plain(kernels, 75, 64, stored_as)
     ids = torch.tensor([0, 74, 31, 32, 74])
     assert torch.equal(kernels.gather_rows(weight, ids), values[ids].float())
     assert torch.equal(kernels.gather_rows(weight, ids, 2.5), 2.5 * values[ids].float())
