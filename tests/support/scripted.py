@@ -82,7 +82,7 @@ class cancelled_at:  # noqa: N801 - reads as a verb: await cancelled_at(k, work,
 async def at_every_await(
     work: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[], Awaitable[None]], max_places: int = 200
 ) -> int:
-    """Cancel ``work()`` at its first await, then at its second …, ``check()`` after each; return how many there were."""
+    """Cancel ``work()`` at its first await, then at its second …; ``check()`` after each; return their number."""
     for k in range(1, max_places):
         with anyio.CancelScope() as scope:
             place = cancelled_at(k, work(), scope.cancel)
