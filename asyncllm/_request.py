@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ConfigError, InvalidParameterError
@@ -83,9 +83,7 @@ class ChatRequest(_Request):
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
-        if not isinstance(self.messages, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return False  # refused by process()
-        return inputs.is_long(" " * sum(_num_chars(message) for message in self.messages))
+        return inputs.is_long_chat(self.messages)
 
     def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
         """Return the engine requests.
@@ -130,8 +128,3 @@ def make_config(model: str | os.PathLike[str] | EngineConfig, options: dict[str,
             raise ConfigError(f"an EngineConfig leaves no room for the options {sorted(options)}")
         return model
     return EngineConfig.from_options(os.fspath(model), **options)
-
-
-def _num_chars(message: Any) -> int:
-    content = cast("Message", message).get("content") if isinstance(message, Mapping) else None
-    return len(content) if isinstance(content, str) else 0

@@ -17,7 +17,7 @@ from asyncllm.client.base import EngineCoreClient
 from asyncllm.errors import AsyncLLMError, UsageError
 from asyncllm.frontend.input_processor import InputProcessor
 from asyncllm.frontend.output_processor import OutputProcessor
-from asyncllm.frontend.tokenizer import Tokenizer
+from asyncllm.frontend.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
     from asyncllm.client.async_mp import AsyncMPClient
     from asyncllm.config import EngineConfig
+    from asyncllm.frontend.tokenizer import Tokenizer
 
     ReportProgress = Callable[[str, float | None], None]
 
@@ -38,8 +39,7 @@ def load_frontend(config: EngineConfig) -> tuple[Checkpoint, Tokenizer]:
     :raises ModelError: the checkpoint or its tokenizer cannot be used.
     """
     checkpoint = open_checkpoint(config.model.model)
-    source = config.model.tokenizer
-    return checkpoint, Tokenizer.from_checkpoint(checkpoint if source is None else open_checkpoint(source))
+    return checkpoint, load_tokenizer(config, checkpoint)
 
 
 class SharedStart:

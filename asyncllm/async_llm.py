@@ -333,9 +333,9 @@ class AsyncLLM:
         """
         return await self._call("collective_rpc", method, list(args), kwargs)
 
-    async def start_profile(self) -> None:
-        """Begin to record what the workers do."""
-        await self._call("start_profile")
+    async def start_profile(self, directory: str | os.PathLike[str] = "asyncllm-profile") -> None:
+        """Begin to record what the workers do; :meth:`stop_profile` writes the traces into ``directory``."""
+        await self._call("start_profile", os.path.abspath(directory))  # noqa: ASYNC240  (asks no disk)
 
     async def stop_profile(self) -> list[str]:
         """Stop recording and return the paths of the trace files, one per worker."""

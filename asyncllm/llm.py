@@ -8,6 +8,7 @@ done in the order in which it was left, between two steps.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections import deque
@@ -19,7 +20,6 @@ from asyncllm._sync_session import SyncSession
 from asyncllm.errors import EngineDeadError, InvalidParameterError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
     from types import TracebackType
     from typing import Unpack
@@ -257,9 +257,9 @@ class LLM:
         """Call ``method`` on every worker between two steps and return their values in rank order. Plain data only."""
         return self._call("collective_rpc", method, list(args), kwargs)
 
-    def start_profile(self) -> None:
-        """Begin to record what the workers do."""
-        self._call("start_profile")
+    def start_profile(self, directory: str | os.PathLike[str] = "asyncllm-profile") -> None:
+        """Begin to record what the workers do; :meth:`stop_profile` writes the traces into ``directory``."""
+        self._call("start_profile", os.path.abspath(directory))
 
     def stop_profile(self) -> list[str]:
         """Stop recording and return the paths of the trace files, one per worker."""
