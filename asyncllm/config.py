@@ -115,7 +115,7 @@ class DeviceConfig:
     device: str = AUTO
     """``auto``, ``cpu`` or ``cuda``."""
     attention_backend: str = AUTO
-    """``auto``, ``cpu`` or ``reference``."""
+    """``auto``, ``native`` (compiled), ``cpu`` (torch) or ``reference``; the last two run the whole model on torch."""
     num_threads: int | None = None
     """Threads of one CPU worker; ``None``: the cores this process may use."""
 
