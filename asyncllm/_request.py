@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import ConfigError, InvalidParameterError
+from asyncllm.errors import ConfigError, InvalidParameterError, shown
 from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ChatRequest(_Request):
 
         :raises RequestError: something is wrong with the request, or the template refuses the messages.
         """
-        prompt = inputs.render_chat(self.messages, tools=self.tools, **self.template_options)
+        prompt = inputs.render_chat(self.messages, tools=self.tools, **_checked_options(self.template_options))
         return inputs.process(
             prompt,
             self.params,
@@ -99,6 +99,20 @@ class ChatRequest(_Request):
             cache_salt=self.cache_salt,
             add_special_tokens=False,
         )
+
+
+def _checked_options(options: Any) -> Mapping[str, Any]:
+    """Return the variables for a chat template if they are ones that it can be given."""
+    if not isinstance(options, Mapping) or not all(
+        isinstance(name, str) and name not in ("messages", "tools", "self")
+        for name in cast("Mapping[object, object]", options)
+    ):
+        raise InvalidParameterError(
+            f"template_options is {shown(cast('object', options))!r}; it must be a dict of variables of the chat "
+            "template by name, other than messages and tools",
+            parameter="template_options",
+        )
+    return cast("Mapping[str, Any]", options)
 
 
 def make_params(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:

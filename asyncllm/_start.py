@@ -106,13 +106,26 @@ class SharedStart:
             self._task = self.event_loop.spawn(session.aclose, "asyncllm end")
 
     def cancel(self) -> None:
-        """Give the start up; whoever waits gets a :class:`UsageError`."""
-        self._scope.cancel()
+        """Give the start up; whoever waits gets a :class:`UsageError`. Any thread, and harmless once it is over."""
+        if self._done.is_set():
+            return
+        if self.event_loop.is_current():
+            self._scope.cancel()
+        else:
+            self.event_loop.run_soon(self._scope.cancel)
+
+    async def wait_until_undone(self) -> None:
+        """Wait until a cancelled start has left nothing behind; at once where it belongs to another event loop."""
+        if self.event_loop.is_current():
+            await self._done.wait()
 
     async def _run(self) -> None:
         try:
             with self._scope:
                 self._session = await self._start()
+            if self._scope.cancel_called and self._session is not None:  # too late to stop it
+                session, self._session = self._session, None
+                await session.aclose()
         except Exception as error:  # it is raised by wait()
             self._error = error
         finally:

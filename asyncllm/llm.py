@@ -145,8 +145,9 @@ class LLM:
     ) -> list[Completion]:
         """Return the answers to one conversation or several, in their order; all else as for :meth:`generate`."""
         many = _as_conversations(messages)
+        options: Mapping[str, Any] = {} if template_options is None else template_options
         requests = [
-            ChatRequest(messages=one, params=given, tools=tools, template_options=template_options or {})
+            ChatRequest(messages=one, params=given, tools=tools, template_options=options)
             for one, given in zip(many, _as_params(params, sampling, len(many)), strict=True)
         ]
         return self._answer(requests, progress, return_errors)

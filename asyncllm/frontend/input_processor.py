@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError
+from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError, shown
 from asyncllm.frontend.chat_template import ChatTemplate
 from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
 from asyncllm.sampling_params import SamplingParams
@@ -117,7 +117,10 @@ class InputProcessor:
 
         The first rendering compiles the template, which imports jinja2 and takes some 0.1 s.
         """
-        return not self._chat_template.is_compiled or _num_chars(messages) >= LONG_TEXT_CHARS
+        try:
+            return not self._chat_template.is_compiled or _num_chars(messages) >= LONG_TEXT_CHARS
+        except RecursionError:  # to be refused by the template
+            return True
 
     def render_chat(
         self,
@@ -216,7 +219,7 @@ class InputProcessor:
 
     def _refuse_id(self, parameter: str, token_id: int) -> NoReturn:
         limit = f"a token id in 0 … {self._limits.vocab_size - 1}"
-        _refuse(parameter, token_id, limit, f"{parameter} is {token_id}")
+        _refuse(parameter, token_id, limit, f"{parameter} is {shown(token_id)}")
 
     # ----------------------------------------------------------------------------------------------- the sampling
     def _check_params(self, params: SamplingParams) -> None:
@@ -241,7 +244,7 @@ class InputProcessor:
             EngineSampling(
                 max_tokens=max_tokens,
                 temperature=float(value["temperature"]),
-                top_k=int(value["top_k"]),
+                top_k=min(int(value["top_k"]), self._limits.vocab_size),
                 top_p=float(value["top_p"]),
                 min_p=float(value["min_p"]),
                 seed=seed,
@@ -305,11 +308,13 @@ def _check_arguments(request_id: Any, params: Any, priority: Any, cache_salt: An
     if not request_id:
         _refuse("request_id", "", "a string that is not empty", "request_id is empty")
     if not isinstance(params, SamplingParams):
-        _refuse("params", _shown(params), "SamplingParams", f"params is a {type(params).__name__}")
+        _refuse("params", params, "SamplingParams", f"params is a {type(params).__name__}")
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-        _refuse("priority", _shown(priority), "an integer of 64 bits", f"priority is {_shown(priority)!r}")
+        _refuse("priority", priority, "an integer of 64 bits")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        _refuse("cache_salt", _shown(cache_salt), "a string that is not empty", f"cache_salt is {_shown(cache_salt)!r}")
+        _refuse("cache_salt", cache_salt, "a string that is not empty")
+    if cache_salt is not None and any("\ud800" <= letter <= "\udfff" for letter in cache_salt):
+        _refuse("cache_salt", cache_salt, "text that UTF-8 can hold")
 
 
 def _plain_ids(prompt: Any) -> list[int]:
@@ -319,7 +324,7 @@ def _plain_ids(prompt: Any) -> list[int]:
     """
     if isinstance(prompt, (bytes, bytearray, memoryview, Mapping)) or not isinstance(prompt, Iterable):
         kind = type(cast("object", prompt)).__name__
-        _refuse("prompt", _shown(cast("object", prompt)), "a text or token ids", f"prompt is a {kind}")
+        _refuse("prompt", cast("object", prompt), "a text or token ids", f"prompt is a {kind}")
     ids = list(cast("Iterable[Any]", prompt))
     if set(map(type, ids)) <= {int}:
         return ids
@@ -329,14 +334,11 @@ def _plain_ids(prompt: Any) -> list[int]:
                 raise TypeError
             ids[index] = operator.index(token_id)
         except TypeError:
-            shown = _shown(token_id)
-            _refuse(f"prompt[{index}]", shown, "an integer token id", f"prompt[{index}] is {shown!r}")
+            _refuse(f"prompt[{index}]", token_id, "an integer token id")
     return ids
 
 
-def _shown(value: Any) -> str | int | float | bool:
-    return value if isinstance(value, (str, int, float, bool)) else repr(value)[:200]
-
-
-def _refuse(parameter: str, value: str | int | float | bool, limit: str, what: str) -> NoReturn:
+def _refuse(parameter: str, value: object, limit: str, what: str | None = None) -> NoReturn:
+    value = shown(value)
+    what = f"{parameter} is {value!r}" if what is None else what
     raise InvalidParameterError(f"{what}; it must be {limit}", parameter=parameter, value=value, limit=limit)

@@ -1,4 +1,4 @@
-"""Replay cases about who runs when, as callers see it: urgent ones, preempted ones, parked ones, ones that never fit."""
+"""Replay cases about who runs when, as callers see it: urgent, preempted and parked requests, and what never fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay cases about text: what forced tokens become in the stream of a caller, through the whole way from the engine."""
+"""Replay cases about text: what forced tokens become in the stream of a caller, the whole way from the engine."""
 
 from __future__ import annotations
 

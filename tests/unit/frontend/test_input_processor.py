@@ -287,3 +287,18 @@ def test_chat(processor: InputProcessor) -> None:
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     ids = processor.process(text, add_special_tokens=False).prompt_token_ids
     assert ids[0] == 258
+
+
+def test_a_prompt_id_that_cannot_be_printed_is_refused(processor: InputProcessor) -> None:
+    with pytest.raises(InvalidParameterError, match=re.escape("prompt[0] is <int>")):
+        processor.process([10**5000])
+
+
+def test_half_a_surrogate_pair_is_no_cache_salt(processor: InputProcessor) -> None:
+    with pytest.raises(InvalidParameterError, match="cache_salt is"):
+        processor.process([1], cache_salt="a\ud800")
+
+
+def test_more_top_k_than_there_are_tokens_keeps_all(processor: InputProcessor) -> None:
+    (request,) = processor.process([1], SamplingParams(top_k=10**30)).requests
+    assert request.sampling.top_k == 260
