@@ -20,8 +20,8 @@ TASKS = Path("/proc/self/task")
 needs_proc = pytest.mark.skipif(not TASKS.is_dir(), reason="threads are counted in /proc")
 
 
-def num_os_threads() -> int:
-    return len(list(TASKS.iterdir()))
+def os_threads() -> set[str]:
+    return {task.name for task in TASKS.iterdir()}
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
@@ -52,18 +52,19 @@ def test_two_callers_at_once_do_not_mix(isa: str) -> None:
 
 @needs_proc
 def test_threads_start_with_the_first_call_and_end_with_the_pool(isa: str) -> None:
-    before = num_os_threads()
+    before = os_threads()
     kernels = NativeKernels(4, isa)
-    assert num_os_threads() == before
+    assert os_threads() <= before
     kernels.pack(torch.randn(999, 64))
-    assert num_os_threads() == before + 3
+    mine = os_threads() - before
+    assert len(mine) == 3
     kernels.pool.close()
-    assert num_os_threads() == before
+    wait_until(lambda: not mine & os_threads())  # a joined thread may linger in /proc for a moment
 
 
 @needs_proc
 def test_idle_threads_sleep(isa: str) -> None:
-    before = {task.name for task in TASKS.iterdir()}
+    before = os_threads()
     kernels = NativeKernels(2, isa)
     kernels.pack(torch.randn(999, 64))
     (worker,) = {task.name for task in TASKS.iterdir()} - before
@@ -116,7 +117,7 @@ def test_a_forked_child_has_threads_of_its_own(isa: str, libraries: Path) -> Non
 
 @needs_proc
 def test_workers_leave_signals_to_the_application(isa: str) -> None:
-    before = {task.name for task in TASKS.iterdir()}
+    before = os_threads()
     kernels = NativeKernels(2, isa)
     kernels.pack(torch.randn(999, 64))
     (worker,) = {task.name for task in TASKS.iterdir()} - before
