@@ -18,6 +18,7 @@ import msgspec
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.config import EngineConfig
 from asyncllm.errors import AsyncLLMError
+from asyncllm.kernels.selector import describe_kernels
 from asyncllm.llm_engine import LLMEngine
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def _info(options: argparse.Namespace) -> int:
                 "device": config.device.device,
                 "arithmetic": config.model.dtype,
                 "attention": config.device.attention_backend,
+                "kernels": describe_kernels(),
                 "context": config.model.max_model_len or checkpoint.max_position,
                 "KV block": f"{config.cache.block_size} tokens",
                 "running at once": config.scheduler.max_num_seqs,
@@ -159,6 +161,7 @@ def _show_engine(info: EngineInfo) -> None:
             "device": info.device,
             "arithmetic": info.dtype,
             "attention": info.attention_backend,
+            "kernels": info.kernels,
             "context": info.max_model_len,
             "KV blocks": f"{info.num_blocks} of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:.0f} MiB",
             "running at once": info.max_num_seqs,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import ConfigError, InvalidParameterError
+from asyncllm.errors import ConfigError, InvalidParameterError, shown
 from asyncllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,16 +83,14 @@ class ChatRequest(_Request):
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
-        if not isinstance(self.messages, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return False  # refused by process()
-        return inputs.is_long(" " * sum(_num_chars(message) for message in self.messages))
+        return inputs.is_long_chat(self.messages)
 
     def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
         """Return the engine requests.
 
         :raises RequestError: something is wrong with the request, or the template refuses the messages.
         """
-        prompt = inputs.render_chat(self.messages, tools=self.tools, **self.template_options)
+        prompt = inputs.render_chat(self.messages, tools=self.tools, **_checked_options(self.template_options))
         return inputs.process(
             prompt,
             self.params,
@@ -101,6 +99,20 @@ class ChatRequest(_Request):
             cache_salt=self.cache_salt,
             add_special_tokens=False,
         )
+
+
+def _checked_options(options: Any) -> Mapping[str, Any]:
+    """Return the variables for a chat template if they are ones that it can be given."""
+    if not isinstance(options, Mapping) or not all(
+        isinstance(name, str) and name not in ("messages", "tools", "self")
+        for name in cast("Mapping[object, object]", options)
+    ):
+        raise InvalidParameterError(
+            f"template_options is {shown(cast('object', options))!r}; it must be a dict of variables of the chat "
+            "template by name, other than messages and tools",
+            parameter="template_options",
+        )
+    return cast("Mapping[str, Any]", options)
 
 
 def make_params(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
@@ -130,8 +142,3 @@ def make_config(model: str | os.PathLike[str] | EngineConfig, options: dict[str,
             raise ConfigError(f"an EngineConfig leaves no room for the options {sorted(options)}")
         return model
     return EngineConfig.from_options(os.fspath(model), **options)
-
-
-def _num_chars(message: Any) -> int:
-    content = cast("Message", message).get("content") if isinstance(message, Mapping) else None
-    return len(content) if isinstance(content, str) else 0

@@ -78,6 +78,7 @@ class Session:
         self.event_loop: EventLoop | None = None
         self.death: EngineDeadError | None = None
         self.is_closed = False
+        self._closed: anyio.Event | None = None  # set once nothing is left of a closed engine
         self._reader: _Reader | None = None
         self.pace = Pace()
         self._idle: anyio.Event | None = None  # set when the table gets empty, while somebody drains
@@ -133,12 +134,13 @@ class Session:
         """Return if the engine can be used.
 
         :raises EngineDeadError: it has died.
-        :raises UsageError: it was closed.
+        :raises UsageError: it was closed, or this process is a fork of the one that started it.
         """
         if self.death is not None:
             raise self.death.fresh()
         if self.is_closed:
             raise UsageError("this AsyncLLM is closed")
+        self.client.check_owner()
 
     def submit(self, processed: ProcessedRequest, inbox: StreamInbox) -> None:
         """Register the request and send it; all of it or nothing, with no await in between.
@@ -249,16 +251,22 @@ class Session:
         return False
 
     async def aclose(self) -> None:
-        """End every stream with what it holds, then the engine. Idempotent."""
+        """End every stream with what it holds, then the engine. Idempotent; a second caller waits for the first."""
         if self.is_closed:
+            if self._closed is not None and self.event_loop is not None and self.event_loop.is_current():
+                await self._closed.wait()
             return
         self.bind()
         self._end_all()
         self.is_closed = True
+        self._closed = anyio.Event()
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
-        await self.client.aclose()
+        try:
+            await self.client.aclose()
+        finally:
+            self._closed.set()
 
     def drop(self) -> None:
         """Let go of the engine: its client ends it once the reader, the last to hold it, has left. Any thread."""

@@ -17,7 +17,7 @@ from asyncllm.client.base import EngineCoreClient
 from asyncllm.errors import AsyncLLMError, UsageError
 from asyncllm.frontend.input_processor import InputProcessor
 from asyncllm.frontend.output_processor import OutputProcessor
-from asyncllm.frontend.tokenizer import Tokenizer
+from asyncllm.frontend.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
     from asyncllm.client.async_mp import AsyncMPClient
     from asyncllm.config import EngineConfig
+    from asyncllm.frontend.tokenizer import Tokenizer
 
     ReportProgress = Callable[[str, float | None], None]
 
@@ -38,8 +39,7 @@ def load_frontend(config: EngineConfig) -> tuple[Checkpoint, Tokenizer]:
     :raises ModelError: the checkpoint or its tokenizer cannot be used.
     """
     checkpoint = open_checkpoint(config.model.model)
-    source = config.model.tokenizer
-    return checkpoint, Tokenizer.from_checkpoint(checkpoint if source is None else open_checkpoint(source))
+    return checkpoint, load_tokenizer(config, checkpoint)
 
 
 class SharedStart:
@@ -106,13 +106,26 @@ class SharedStart:
             self._task = self.event_loop.spawn(session.aclose, "asyncllm end")
 
     def cancel(self) -> None:
-        """Give the start up; whoever waits gets a :class:`UsageError`."""
-        self._scope.cancel()
+        """Give the start up; whoever waits gets a :class:`UsageError`. Any thread, and harmless once it is over."""
+        if self._done.is_set():
+            return
+        if self.event_loop.is_current():
+            self._scope.cancel()
+        else:
+            self.event_loop.run_soon(self._scope.cancel)
+
+    async def wait_until_undone(self) -> None:
+        """Wait until a cancelled start has left nothing behind; at once where it belongs to another event loop."""
+        if self.event_loop.is_current():
+            await self._done.wait()
 
     async def _run(self) -> None:
         try:
             with self._scope:
                 self._session = await self._start()
+            if self._scope.cancel_called and self._session is not None:  # too late to stop it
+                session, self._session = self._session, None
+                await session.aclose()
         except Exception as error:  # it is raised by wait()
             self._error = error
         finally:

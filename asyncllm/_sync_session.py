@@ -12,7 +12,7 @@ from asyncllm.client.base import EngineCoreClient
 from asyncllm.errors import EngineDeadError, UsageError
 from asyncllm.frontend.input_processor import InputProcessor
 from asyncllm.frontend.output_processor import OutputProcessor
-from asyncllm.frontend.tokenizer import Tokenizer
+from asyncllm.frontend.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from asyncllm.client.base import ReportStartup
@@ -34,8 +34,7 @@ class SyncSession:
         self.is_closed = False
         self.death: EngineDeadError | None = None
         checkpoint = open_checkpoint(config.model.model)
-        source = config.model.tokenizer
-        tokenizer = Tokenizer.from_checkpoint(checkpoint if source is None else open_checkpoint(source))
+        tokenizer = load_tokenizer(config, checkpoint)
         self.inputs = InputProcessor(config, checkpoint, tokenizer)
         self.outputs = OutputProcessor(tokenizer)
         self.client = EngineCoreClient.make_client(config, "inproc" if config.frontend.in_process else "sync")

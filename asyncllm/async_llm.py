@@ -59,6 +59,7 @@ class AsyncLLM:
     ) -> None:
         self._session: Session | None = None
         self._start: SharedStart | None = None
+        self._closing: Session | None = None
         self._is_closed = False
         self._on_progress = on_progress
         self._counter = itertools.count(1)
@@ -125,12 +126,18 @@ class AsyncLLM:
     async def aclose(self) -> None:
         """End the engine and leave nothing behind: no process, thread, task, socket or file.
 
-        Streams end with what they hold and finish reason ``abort``. Idempotent. Cancelling it makes the end a hard one.
+        Streams end with what they hold and finish reason ``abort``. Idempotent; where another task is closing it, or a
+        start has to be undone, it waits for that. Cancelling it makes the end a hard one.
         """
         self._is_closed = True
-        session = self._take_session()
+        start = self._start
+        session = self._take_session() or self._closing
         if session is not None:
+            self._closing = session
             await session.aclose()
+            self._closing = None
+        elif start is not None:
+            await start.wait_until_undone()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -200,7 +207,7 @@ class AsyncLLM:
         request = ChatRequest(
             messages=messages,
             tools=tools,
-            template_options=template_options or {},
+            template_options={} if template_options is None else template_options,
             params=make_params(params, sampling),
             priority=priority,
             cache_salt=cache_salt,
@@ -333,9 +340,9 @@ class AsyncLLM:
         """
         return await self._call("collective_rpc", method, list(args), kwargs)
 
-    async def start_profile(self) -> None:
-        """Begin to record what the workers do."""
-        await self._call("start_profile")
+    async def start_profile(self, directory: str | os.PathLike[str] = "asyncllm-profile") -> None:
+        """Begin to record what the workers do; :meth:`stop_profile` writes the traces into ``directory``."""
+        await self._call("start_profile", os.path.abspath(directory))  # noqa: ASYNC240  (asks no disk)
 
     async def stop_profile(self) -> list[str]:
         """Stop recording and return the paths of the trace files, one per worker."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_origin, get_type_hints
 
-from asyncllm.errors import ConfigError
+import msgspec
+
+from asyncllm.errors import ConfigError, shown
 
 __all__ = [
     "CacheConfig",
@@ -25,6 +28,8 @@ __all__ = [
 ]
 
 AUTO = "auto"
+WORDS = {"bool": "True or False", "float": "a number", "int": "an integer", "int | None": "an integer or None"}
+MAX_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +120,7 @@ class DeviceConfig:
     device: str = AUTO
     """``auto``, ``cpu`` or ``cuda``."""
     attention_backend: str = AUTO
-    """``auto``, ``cpu`` or ``reference``."""
+    """``auto``, ``native`` (compiled), ``cpu`` (torch) or ``reference``; the last two run the whole model on torch."""
     num_threads: int | None = None
     """Threads of one CPU worker; ``None``: the cores this process may use."""
 
@@ -137,9 +142,9 @@ class FrontendConfig:
     """Tokens a stream may hold for a slow reader; past it the engine parks that request until the reader caught up."""
 
     def __post_init__(self) -> None:
-        if self.startup_timeout_s <= 0:
+        if not self.startup_timeout_s > 0:
             _refuse("startup_timeout_s", self.startup_timeout_s, "positive")
-        if self.shutdown_timeout_s < 0:
+        if not self.shutdown_timeout_s >= 0:
             _refuse("shutdown_timeout_s", self.shutdown_timeout_s, "zero or more")
         _at_least("max_buffered_tokens", self.max_buffered_tokens, 1)
 
@@ -172,7 +177,10 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, owner, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"there is no engine option {name!r}{hint}", parameter=name)
-            values[owner[name]][name] = value
+            is_path = isinstance(value, os.PathLike)
+            values[owner[name]][name] = os.fspath(cast("os.PathLike[str]", value)) if is_path else value
+        for section, kind in sections.items():
+            _check_types(kind, values[section])
         return cls(**{section: kind(**values[section]) for section, kind in sections.items()})
 
 
@@ -187,14 +195,27 @@ def _section_class(section: str) -> type[Any]:
     }[section]
 
 
+def _check_types(kind: type[Any], values: dict[str, Any]) -> None:
+    """Refuse values of the wrong type, which the section itself does not look for."""
+    kinds = get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        if f.name not in values or get_origin(kinds[f.name]) is Literal:
+            continue
+        try:
+            msgspec.convert(values[f.name], kinds[f.name])
+        except (msgspec.ValidationError, UnicodeEncodeError):
+            _refuse(f.name, values[f.name], WORDS.get(str(f.type), f"of type {f.type}"))
+
+
 def _refuse(parameter: str, value: Any, limit: str) -> None:
+    value = shown(value)
     raise ConfigError(f"{parameter} is {value!r}; it must be {limit}", parameter=parameter, value=value, limit=limit)
 
 
 def _at_least(parameter: str, value: int | None, low: int) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_INTEGER:  # pyright: ignore[reportUnnecessaryIsInstance]
         _refuse(parameter, value, f"an integer of at least {low}")
 
 

@@ -28,8 +28,14 @@ OUTER_PYTHONPATH = "ASYNCLLM_OUTER_PYTHONPATH"
 
 
 def startup_timeout_s(default: float) -> float:
-    """Return ``ASYNCLLM_STARTUP_TIMEOUT_S``: seconds an engine may take to become ready."""
-    return float(os.environ.get("ASYNCLLM_STARTUP_TIMEOUT_S") or default)
+    """Return ``ASYNCLLM_STARTUP_TIMEOUT_S``: seconds an engine may take to become ready.
+
+    :raises ValueError: it is no positive number.
+    """
+    value = os.environ.get("ASYNCLLM_STARTUP_TIMEOUT_S")
+    if value and not float(value) > 0:
+        raise ValueError("not positive")
+    return float(value or default)
 
 
 def log_level() -> str:

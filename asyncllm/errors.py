@@ -53,7 +53,13 @@ __all__ = [
     "UsageError",
     "UtilityError",
     "describe_error",
+    "shown",
 ]
+
+
+WIRE_INTEGERS = range(-(2**63), 2**64)
+MAX_SHOWN_BITS = 1000
+"""Integers of some thousands of digits cannot be printed at all."""
 
 
 class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
@@ -87,12 +93,8 @@ class AsyncLLMError(Exception):
 
     def to_info(self) -> ErrorInfo:
         """Return this error as plain data; :meth:`from_info` makes the same type from it in another process."""
-        return ErrorInfo(
-            type(self).__name__,
-            self.message,
-            {name: getattr(self, name) for name in self.fields},
-            _format_traceback(self),
-        )
+        fields = {name: _wire_value(getattr(self, name)) for name in self.fields}
+        return ErrorInfo(type(self).__name__, _encodable(self.message), fields, _format_traceback(self))
 
     def fresh(self) -> Self:
         """Return a copy to be raised: one object raised in many tasks would collect all their tracebacks."""
@@ -123,11 +125,35 @@ def describe_error(error: BaseException) -> ErrorInfo:
     """Return any exception as plain data: ours with its fields, others by class name, message and traceback."""
     if isinstance(error, AsyncLLMError):
         return error.to_info()
-    return ErrorInfo(type(error).__name__, str(error), {}, _format_traceback(error))
+    return ErrorInfo(type(error).__name__, _encodable(str(error)), {}, _format_traceback(error))
+
+
+def shown(value: object, *, max_chars: int | None = 200) -> str | int | float | bool | None:
+    """Return ``value`` as an error can carry and print it: plain data, text cut to ``max_chars``. Never raises."""
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    if isinstance(value, int) and value.bit_length() <= MAX_SHOWN_BITS:
+        return value
+    if not isinstance(value, str):
+        try:
+            value = repr(value)
+        except Exception:  # a number of too many digits, alone or in a list; a broken __repr__
+            value = f"<{type(value).__name__}>"
+    return _encodable(value)[:max_chars]
+
+
+def _wire_value(value: object) -> str | int | float | bool | None:
+    value = shown(value, max_chars=None)
+    return str(value) if isinstance(value, int) and value not in WIRE_INTEGERS else value
 
 
 def _format_traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+    return _encodable("".join(traceback.format_exception(error)))
+
+
+def _encodable(text: str) -> str:
+    """Return ``text`` with lone surrogates, which no message can carry, written out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _rebuild(cls: type[AsyncLLMError], message: str, fields: dict[str, Any]) -> AsyncLLMError:

@@ -8,6 +8,7 @@ done in the order in which it was left, between two steps.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections import deque
@@ -19,7 +20,6 @@ from asyncllm._sync_session import SyncSession
 from asyncllm.errors import EngineDeadError, InvalidParameterError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
     from types import TracebackType
     from typing import Unpack
@@ -145,8 +145,9 @@ class LLM:
     ) -> list[Completion]:
         """Return the answers to one conversation or several, in their order; all else as for :meth:`generate`."""
         many = _as_conversations(messages)
+        options: Mapping[str, Any] = {} if template_options is None else template_options
         requests = [
-            ChatRequest(messages=one, params=given, tools=tools, template_options=template_options or {})
+            ChatRequest(messages=one, params=given, tools=tools, template_options=options)
             for one, given in zip(many, _as_params(params, sampling, len(many)), strict=True)
         ]
         return self._answer(requests, progress, return_errors)
@@ -257,9 +258,9 @@ class LLM:
         """Call ``method`` on every worker between two steps and return their values in rank order. Plain data only."""
         return self._call("collective_rpc", method, list(args), kwargs)
 
-    def start_profile(self) -> None:
-        """Begin to record what the workers do."""
-        self._call("start_profile")
+    def start_profile(self, directory: str | os.PathLike[str] = "asyncllm-profile") -> None:
+        """Begin to record what the workers do; :meth:`stop_profile` writes the traces into ``directory``."""
+        self._call("start_profile", os.path.abspath(directory))
 
     def stop_profile(self) -> list[str]:
         """Stop recording and return the paths of the trace files, one per worker."""

@@ -11,13 +11,14 @@ from typing import NoReturn, cast
 
 import msgspec
 
-from asyncllm.errors import InvalidParameterError
+from asyncllm.errors import InvalidParameterError, shown
 
 __all__ = ["SamplingParams"]
 
 MAX_LOGPROBS = 64
 MAX_SAMPLES = 256
 MAX_SEED = 2**64 - 1
+MAX_ID = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,20 +72,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_SAMPLES)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, 0, None)
-        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("temperature", self.temperature, 0.0, math.inf, optional=True)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True, optional=True)
+        _integer("top_k", self.top_k, 0, None, optional=True)
+        _number("min_p", self.min_p, 0.0, 1.0, optional=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _integer("seed", self.seed, 0, MAX_SEED)
-        _integer("max_tokens", self.max_tokens, 1, None)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True, optional=True)
+        _integer("seed", self.seed, 0, MAX_SEED, optional=True)
+        _integer("max_tokens", self.max_tokens, 1, None, optional=True)
         _integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({shown(self.max_tokens)})")
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
@@ -115,7 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not isinstance(ids, (list, tuple)):
                 _refuse(name, ids, "a list of token ids")
             for token_id in cast("list[object]", ids):
-                _integer(name, token_id, 0, None)
+                _integer(name, token_id, 0, MAX_ID)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _refuse("allowed_token_ids", [], "at least one token id")
         biases = cast("object", self.logit_bias)
@@ -123,31 +124,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not isinstance(biases, dict):
                 _refuse("logit_bias", biases, "a dict of token id to bias")
             for token_id, bias in cast("dict[object, object]", biases).items():
-                _integer("logit_bias", token_id, 0, None)
+                _integer("logit_bias", token_id, 0, MAX_ID)
                 _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
 
 def _refuse(parameter: str, value: object, limit: str) -> NoReturn:
-    shown = value if isinstance(value, (str, int, float, bool)) else repr(value)[:200]
+    value = shown(value)
     raise InvalidParameterError(
-        f"{parameter} is {shown!r}; it must be {limit}", parameter=parameter, value=shown, limit=limit
+        f"{parameter} is {value!r}; it must be {limit}", parameter=parameter, value=value, limit=limit
     )
 
 
-def _integer(name: str, value: object, low: int, high: int | None) -> None:
-    if value is None and name not in ("n", "min_tokens"):
+def _integer(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
+    if value is None and optional:
         return
     limit = f"an integer of at least {low}" if high is None else f"an integer in {low} … {high}"
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         _refuse(name, value, limit)
 
 
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if value is None and name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+def _number(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False, optional: bool = False
+) -> None:
+    if value is None and optional:
         return
     bracket = "(" if open_low else "["
     limit = f"a finite number in {bracket}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         _refuse(name, value, limit)
     if not low <= value <= high or (open_low and value == low):
         _refuse(name, value, limit)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False

@@ -37,7 +37,7 @@ def emit(benchmark: str, figures: dict[str, Any], args: argparse.Namespace) -> N
             "at": time.strftime("%Y-%m-%d %H:%M"),
             "machine": machine(),
             "commit": commit(),
-            "arguments": " ".join(sys.argv[1:]),
+            "arguments": arguments(),
             "figures": figures,
         }
     )
@@ -45,6 +45,12 @@ def emit(benchmark: str, figures: dict[str, Any], args: argparse.Namespace) -> N
     if args.out is not None:
         with args.out.open("a", encoding="utf-8") as results:
             results.write(line + "\n")
+
+
+def arguments() -> str:
+    """Return the command's arguments without the folders of this machine."""
+    kept = [argument for i, argument in enumerate(sys.argv) if i and "--out" not in (argument, sys.argv[i - 1])]
+    return " ".join(Path(argument).name if argument.startswith("/") else argument for argument in kept)
 
 
 def machine() -> dict[str, Any]:

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncllm.kernels.base import Kernels
+
 __all__ = ["AttentionBackend", "AttentionSpec", "FlatBatch", "KVCache"]
 
 Int32 = npt.NDArray[np.int32]
@@ -39,6 +41,8 @@ class AttentionSpec:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels | None = None
+    """The compiled operators of this worker, where its platform has some."""
 
 
 @dataclass(kw_only=True)

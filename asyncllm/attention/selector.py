@@ -16,6 +16,7 @@ __all__ = ["choose_backend"]
 
 NAME_TO_BACKEND = {
     "cpu": ("asyncllm.attention.cpu", "CpuAttention"),
+    "native": ("asyncllm.attention.native", "NativeAttention"),
     "reference": ("asyncllm.attention.reference", "ReferenceAttention"),
 }
 

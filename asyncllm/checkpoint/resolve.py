@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from asyncllm.env import hf_cache_dir
-from asyncllm.errors import CheckpointError, ModelNotFoundError
+from asyncllm.errors import CheckpointError, ModelError, ModelNotFoundError, shown
 
 __all__ = ["find_model"]
 
@@ -24,6 +24,15 @@ def find_model(model: str) -> Path:
         raise ModelNotFoundError(
             "the model's name is empty; give a folder, a .gguf file or a Hugging Face id", model=model
         )
+    try:
+        return _find(model)
+    except ModelError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, no such home folder, no name that can be
+        raise ModelNotFoundError(f"the model {shown(model)!r} cannot be looked for: {error}", model=model) from error
+
+
+def _find(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_file():
         return _checked_file(path, model)

@@ -126,6 +126,14 @@ class AsyncMPClient(EngineCoreClient):
         """Return whether the engine's death was noticed, or the client is closed."""
         return self._connection is not None and self._connection.is_dead
 
+    def check_owner(self) -> None:
+        """Return in the process that started the engine, and where none was started.
+
+        :raises UsageError: this is a fork of it.
+        """
+        if self._connection is not None:
+            self._connection.check_owner()
+
     # ---------------------------------------------------------------------------------------------------------- sending
     def add_request(self, request: EngineCoreRequest) -> None:  # noqa: D102
         connection = self._started()

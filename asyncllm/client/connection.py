@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import threading
 import time
@@ -30,6 +31,7 @@ from asyncllm.errors import (
     EngineStartError,
     EngineStartTimeoutError,
     ErrorInfo,
+    UsageError,
     UtilityError,
 )
 from asyncllm.wire.codec import encode, output_decoder
@@ -258,7 +260,7 @@ class EngineConnection:
         self._next_call_id += 1
         try:
             frame = encode(UtilityCall(self._next_call_id, method, list(args)))
-        except (TypeError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UtilityError(f"an argument of {method!r} is not plain data: {error}", method=method) from error
         self._pending_calls[self._next_call_id] = call
         self._unsent.append(frame)
@@ -362,9 +364,22 @@ class EngineConnection:
         """Return unless the engine's end was told already, or the client closed.
 
         :raises EngineDeadError: it was.
+        :raises UsageError: this process is a fork of the one that started it.
         """
+        self.check_owner()
         if self._death is not None or self._closed:
             raise self.death_error()
+
+    def check_owner(self) -> None:
+        """Return in the process that started the engine.
+
+        :raises UsageError: this is a fork of it, which has the sockets but none of the threads behind them.
+        """
+        if os.getpid() != self.process.owner_pid:
+            raise UsageError(
+                f"this engine belongs to process {self.process.owner_pid}, of which this one is a fork: "
+                "start an engine of its own after the fork"
+            )
 
     def raise_if_gone(self) -> None:
         """Return if the engine may take another message; before its death was told, outputs may still be there to read.
@@ -413,7 +428,7 @@ def _taken(lock: threading.Lock) -> Generator[None]:
 def _encode_config(config: EngineConfig) -> bytes:
     try:
         return encode(Configure(dataclasses.asdict(config)))
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"an engine option (executor_options?) is not plain data: {error}") from error
 
 
@@ -438,4 +453,11 @@ def with_log_note(error: E, log_tail: str) -> E:
 
 def _startup_timeout_s(config: EngineConfig) -> float:
     option = config.frontend.startup_timeout_s
-    return env.startup_timeout_s(option) if option == FrontendConfig.startup_timeout_s else option
+    if option != FrontendConfig.startup_timeout_s:
+        return option
+    try:
+        return env.startup_timeout_s(option)
+    except ValueError as error:
+        raise ConfigError(
+            f"ASYNCLLM_STARTUP_TIMEOUT_S must be a positive number of seconds: {error}", parameter="startup_timeout_s"
+        ) from error

@@ -16,6 +16,7 @@ import sys
 import time
 
 import msgspec
+import zmq
 
 from asyncllm import env
 from asyncllm.client.runtime_dir import LOG_FILE, RuntimeDir
@@ -54,6 +55,15 @@ class EngineProcess:
             )
         self.owner_pid = os.getpid()
         self.started_at = time.monotonic()
+        try:
+            self._set_up()
+        except (OSError, zmq.ZMQError) as error:
+            raise EngineStartError(
+                f"the sockets, pipes and files of an engine process could not be made: {error}", phase="launch"
+            ) from error
+        self.pid = self._process.pid
+
+    def _set_up(self) -> None:
         with contextlib.ExitStack() as undo:
             self.runtime_dir = RuntimeDir.create()
             undo.callback(self.runtime_dir.remove)
@@ -70,7 +80,6 @@ class EngineProcess:
             finally:
                 os.close(engine_end)
             undo.pop_all()
-        self.pid = self._process.pid
 
     def _launch(self, death_fd: int) -> subprocess.Popen[bytes]:
         folder = self.runtime_dir.path
@@ -152,7 +161,11 @@ class EngineProcess:
 
 def _import_path() -> list[str]:
     """Return this process's import path, absolute, so that the engine imports the same modules in the same order."""
-    return [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str) and os.pathsep not in entry]  # pyright: ignore[reportUnnecessaryIsInstance]
+    entries = [entry for entry in sys.path if isinstance(entry, str) and os.pathsep not in entry]  # pyright: ignore[reportUnnecessaryIsInstance]
+    try:
+        return [os.path.abspath(entry) for entry in entries]
+    except FileNotFoundError:  # the current folder was removed: nothing can be imported relative to it
+        return [entry for entry in entries if os.path.isabs(entry)]
 
 
 def _write_private(path: os.PathLike[str], data: bytes) -> None:

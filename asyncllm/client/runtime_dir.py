@@ -40,6 +40,7 @@ class RuntimeDir:
         """Return a new folder; those of owners that died are removed first.
 
         :raises EngineStartError: the parent folder does not exist or cannot be written.
+        :raises OSError: there is no temporary folder at all, or no space or descriptor for the lock.
         """
         parent = env.runtime_dir() or Path(tempfile.gettempdir())
         sweep(parent)
@@ -51,7 +52,11 @@ class RuntimeDir:
                 "set ASYNCLLM_RUNTIME_DIR to one that can be written",
                 phase="runtime_dir",
             ) from error
-        return cls(path, _lock(path / LOCK_FILE))
+        try:
+            return cls(path, _lock(path / LOCK_FILE))
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
 
     def remove(self) -> None:
         """Remove the folder with all in it. Idempotent; does nothing in a process forked from the owner."""

@@ -7,6 +7,7 @@ or the path too long for it) demand a CURVE key that is written only there.
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ __all__ = ["EngineSockets", "Readiness", "bind_sockets"]
 
 MAX_IPC_PATH = 100
 """``sun_path`` holds 108 bytes on Linux, 104 on macOS."""
+NUM_DESCRIPTORS = 20
+"""What an engine takes in this process, sockets, pipes and those of its start, is fewer."""
 
 
 @dataclass
@@ -43,7 +46,12 @@ class EngineSockets:
 
 
 def bind_sockets(folder: Path) -> tuple[EngineSockets, Endpoints]:
-    """Return bound sockets, and what the engine process needs to connect to them."""
+    """Return bound sockets, and what the engine process needs to connect to them.
+
+    :raises OSError: too few descriptors are left.
+    :raises zmq.ZMQError: an address cannot be taken.
+    """
+    _require_descriptors()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         to_engine = context.socket(zmq.PUSH)
@@ -61,6 +69,21 @@ def bind_sockets(folder: Path) -> tuple[EngineSockets, Endpoints]:
         context.destroy(linger=0)
         raise
     return EngineSockets(context, to_engine, from_engine, monitor), endpoints
+
+
+def _require_descriptors() -> None:
+    """Return if enough descriptors are free: libzmq ends the whole process where it finds none.
+
+    :raises OSError: they are not.
+    """
+    taken: list[int] = []
+    try:
+        taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        while len(taken) < NUM_DESCRIPTORS:
+            taken.append(os.dup(taken[0]))
+    finally:
+        for fd in taken:
+            os.close(fd)
 
 
 def _bind_tcp(to_engine: zmq.Socket[bytes], from_engine: zmq.Socket[bytes]) -> Endpoints:

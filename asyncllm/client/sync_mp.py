@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SyncMPClient"]
 
+MAX_WAIT_S = 3600.0
+"""At a stretch: the system's timers end at some weeks."""
 WATCH_S = 0.002
 """Between two looks at a process that is about to end, or at a socket whose peer has died; not used in normal work."""
 
@@ -70,7 +72,7 @@ class SyncMPClient(SyncEngineCoreClient):
             if connection.process.has_ended():
                 time.sleep(WATCH_S)
             else:
-                connection.process.readiness.wait(left_s)
+                connection.process.readiness.wait(min(left_s, MAX_WAIT_S))
         return info
 
     def close(self) -> None:  # noqa: D102

@@ -224,4 +224,5 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo) -> EngineInfo:
         attention_backend=found.attention_backend,
         pid=os.getpid(),
         phase_to_seconds=dict(found.phase_to_seconds),
+        kernels=found.kernels,
     )

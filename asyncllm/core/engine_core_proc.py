@@ -228,7 +228,7 @@ class EngineCoreProc:
     def _answer(self, call: UtilityCall, value: Any) -> None:
         try:
             self._send(UtilityResult(call.call_id, value))
-        except (TypeError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             refusal = UtilityError(f"the value of {call.method!r} is not plain data: {error}", method=call.method)
             self._send(UtilityResult(call.call_id, error=describe_error(refusal)))
 

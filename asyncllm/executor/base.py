@@ -41,6 +41,8 @@ class ExecutorInfo:
     device: str
     dtype: str
     attention_backend: str
+    kernels: str = ""
+    """Which operators the model runs on, with instruction set and threads."""
     phase_to_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 

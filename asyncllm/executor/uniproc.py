@@ -58,6 +58,7 @@ class UniProcExecutor(Executor):
             device=str(worker.device),
             dtype=str(worker.dtype).removeprefix("torch."),
             attention_backend=worker.attention_backend,
+            kernels=worker.kernels,
             phase_to_seconds=phase_to_seconds,
         )
 

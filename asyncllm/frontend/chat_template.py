@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from asyncllm.errors import InvalidParameterError, UnsupportedModelError
+from asyncllm.errors import InvalidParameterError, UnsupportedModelError, shown
 
 if TYPE_CHECKING:
     import jinja2
@@ -84,24 +84,24 @@ class ChatTemplate:
         :raises InvalidParameterError: messages are malformed, the template refuses them, or there is no template.
         :raises UnsupportedModelError: the template is not valid jinja.
         """
-        chat = _plain_messages(messages)
+        try:
+            chat, plain_tools = _plain_messages(messages), _plain_tools(tools)
+            values = {"documents": None, **self._special_tokens, **cast("dict[str, Any]", _plain(variables))}
+        except RecursionError:
+            _refuse("messages", messages, "nested less deeply, with no list or dict inside itself")
         if continue_final_message:
             if add_generation_prompt:
                 _refuse("continue_final_message", True, "given with add_generation_prompt=False")
             _mark_end(chat[-1])
-        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
-            _refuse("tools", tools, "JSON schemas of functions, each a dict")
-        template = self._template("tool_use" if tools and "tool_use" in self._name_to_source else "default")
-        values = {"documents": None, **self._special_tokens, **cast("dict[str, Any]", _plain(variables))}
+        template = self._template("tool_use" if plain_tools and "tool_use" in self._name_to_source else "default")
+        values |= {"messages": chat, "tools": plain_tools, "add_generation_prompt": add_generation_prompt}
         try:
-            text = template.render(
-                messages=chat, tools=_plain(tools), add_generation_prompt=add_generation_prompt, **values
-            )
+            text = template.render(values)
         except Exception as error:  # a template can raise anything that its expressions raise
             raise InvalidParameterError(
                 f"the chat template of {self._model!r} refuses these messages: {error}",
                 parameter="messages",
-                value=repr(messages)[:200],
+                value=shown(messages),
                 limit="messages that the chat template takes",
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
@@ -124,6 +124,15 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     if not messages:
         _refuse("messages", "[]", "at least one message")
     return [_plain_message(index, message) for index, message in enumerate(cast("Sequence[Any]", messages))]
+
+
+def _plain_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    plain = _plain(tools)
+    if not isinstance(plain, list) or not all(isinstance(tool, dict) for tool in cast("list[object]", plain)):
+        _refuse("tools", tools, "a list of JSON schemas of functions, each a dict")
+    return cast("list[dict[str, Any]]", plain)
 
 
 def _plain_message(index: int, given: Any) -> dict[str, Any]:
@@ -265,7 +274,7 @@ def _strftime_now(format: str) -> str:  # noqa: A002 - the name templates use
 
 
 def _refuse(parameter: str, value: Any, limit: str) -> NoReturn:
-    shown = value if isinstance(value, (str, int, float, bool)) else repr(value)[:200]
+    value = shown(value)
     raise InvalidParameterError(
-        f"{parameter} is {shown!r}; it must be {limit}", parameter=parameter, value=shown, limit=limit
+        f"{parameter} is {value!r}; it must be {limit}", parameter=parameter, value=value, limit=limit
     )

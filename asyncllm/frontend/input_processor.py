@@ -11,7 +11,8 @@ The rules, in one place:
 * A prompt whose tokens plus one do not fit the engine's KV blocks could never run and is refused.
 * ``max_tokens`` is lowered to what is left of the context; ``None`` means all of that.
 * Fields that are ``None`` take the value of the model's ``generation_config.json``, else the neutral one.
-* Prompt ids, stop ids, ``logit_bias`` and ``allowed_token_ids`` name tokens of the model's vocabulary.
+* Prompt ids, stop ids, ``logit_bias`` and ``allowed_token_ids`` name tokens of the model's vocabulary; with
+  ``min_tokens``, not all that may be drawn end the text.
 * ``n`` samples are n engine requests with the same seed and prompt, told apart by ``sample_index``.
 """
 
@@ -25,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError
+from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError, shown
 from asyncllm.frontend.chat_template import ChatTemplate
 from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
 from asyncllm.sampling_params import SamplingParams
@@ -67,6 +68,7 @@ class ProcessedRequest:
 class _Limits:
     max_model_len: int
     vocab_size: int
+    eos_token_ids: frozenset[int]
     num_kv_tokens: int | None
     block_size: int
 
@@ -84,6 +86,7 @@ class InputProcessor:
         self._limits = _Limits(
             max_model_len=config.model.max_model_len or checkpoint.max_position,
             vocab_size=checkpoint.vocab_size,
+            eos_token_ids=frozenset(checkpoint.eos_token_ids),
             num_kv_tokens=None,
             block_size=config.cache.block_size,
         )
@@ -97,6 +100,7 @@ class InputProcessor:
         self._limits = _Limits(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
+            eos_token_ids=frozenset(info.eos_token_ids),
             num_kv_tokens=info.num_blocks * info.block_size,
             block_size=info.block_size,
         )
@@ -117,7 +121,10 @@ class InputProcessor:
 
         The first rendering compiles the template, which imports jinja2 and takes some 0.1 s.
         """
-        return not self._chat_template.is_compiled or _num_chars(messages) >= LONG_TEXT_CHARS
+        try:
+            return not self._chat_template.is_compiled or _num_chars(messages) >= LONG_TEXT_CHARS
+        except RecursionError:  # to be refused by the template
+            return True
 
     def render_chat(
         self,
@@ -216,7 +223,7 @@ class InputProcessor:
 
     def _refuse_id(self, parameter: str, token_id: int) -> NoReturn:
         limit = f"a token id in 0 … {self._limits.vocab_size - 1}"
-        _refuse(parameter, token_id, limit, f"{parameter} is {token_id}")
+        _refuse(parameter, token_id, limit, f"{parameter} is {shown(token_id)}")
 
     # ----------------------------------------------------------------------------------------------- the sampling
     def _check_params(self, params: SamplingParams) -> None:
@@ -229,6 +236,19 @@ class InputProcessor:
             for token_id in ids or ():
                 if token_id >= self._limits.vocab_size:
                     self._refuse_id(f"{name}[{token_id}]" if name == "logit_bias" else name, token_id)
+        if params.min_tokens:
+            self._check_min_tokens(params)
+
+    def _check_min_tokens(self, params: SamplingParams) -> None:
+        """Refuse a request all of whose tokens would end it, so that it could draw none at first."""
+        ends = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            ends |= self._limits.eos_token_ids
+        limit = f"such that some token does not end the text before min_tokens ({params.min_tokens})"
+        if params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            _refuse("allowed_token_ids", params.allowed_token_ids, limit)
+        if len(ends) >= self._limits.vocab_size:
+            _refuse("stop_token_ids", params.stop_token_ids, limit)
 
     def _samplings(self, params: SamplingParams, num_prompt_tokens: int) -> list[EngineSampling]:
         room = self._limits.max_model_len - num_prompt_tokens
@@ -241,7 +261,7 @@ class InputProcessor:
             EngineSampling(
                 max_tokens=max_tokens,
                 temperature=float(value["temperature"]),
-                top_k=int(value["top_k"]),
+                top_k=min(int(value["top_k"]), self._limits.vocab_size),
                 top_p=float(value["top_p"]),
                 min_p=float(value["min_p"]),
                 seed=seed,
@@ -305,11 +325,13 @@ def _check_arguments(request_id: Any, params: Any, priority: Any, cache_salt: An
     if not request_id:
         _refuse("request_id", "", "a string that is not empty", "request_id is empty")
     if not isinstance(params, SamplingParams):
-        _refuse("params", _shown(params), "SamplingParams", f"params is a {type(params).__name__}")
+        _refuse("params", params, "SamplingParams", f"params is a {type(params).__name__}")
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-        _refuse("priority", _shown(priority), "an integer of 64 bits", f"priority is {_shown(priority)!r}")
+        _refuse("priority", priority, "an integer of 64 bits")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        _refuse("cache_salt", _shown(cache_salt), "a string that is not empty", f"cache_salt is {_shown(cache_salt)!r}")
+        _refuse("cache_salt", cache_salt, "a string that is not empty")
+    if cache_salt is not None and any("\ud800" <= letter <= "\udfff" for letter in cache_salt):
+        _refuse("cache_salt", cache_salt, "text that UTF-8 can hold")
 
 
 def _plain_ids(prompt: Any) -> list[int]:
@@ -319,7 +341,7 @@ def _plain_ids(prompt: Any) -> list[int]:
     """
     if isinstance(prompt, (bytes, bytearray, memoryview, Mapping)) or not isinstance(prompt, Iterable):
         kind = type(cast("object", prompt)).__name__
-        _refuse("prompt", _shown(cast("object", prompt)), "a text or token ids", f"prompt is a {kind}")
+        _refuse("prompt", cast("object", prompt), "a text or token ids", f"prompt is a {kind}")
     ids = list(cast("Iterable[Any]", prompt))
     if set(map(type, ids)) <= {int}:
         return ids
@@ -329,14 +351,11 @@ def _plain_ids(prompt: Any) -> list[int]:
                 raise TypeError
             ids[index] = operator.index(token_id)
         except TypeError:
-            shown = _shown(token_id)
-            _refuse(f"prompt[{index}]", shown, "an integer token id", f"prompt[{index}] is {shown!r}")
+            _refuse(f"prompt[{index}]", token_id, "an integer token id")
     return ids
 
 
-def _shown(value: Any) -> str | int | float | bool:
-    return value if isinstance(value, (str, int, float, bool)) else repr(value)[:200]
-
-
-def _refuse(parameter: str, value: str | int | float | bool, limit: str, what: str) -> NoReturn:
+def _refuse(parameter: str, value: object, limit: str, what: str | None = None) -> NoReturn:
+    value = shown(value)
+    what = f"{parameter} is {value!r}" if what is None else what
     raise InvalidParameterError(f"{what}; it must be {limit}", parameter=parameter, value=value, limit=limit)

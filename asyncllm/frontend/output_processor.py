@@ -219,7 +219,7 @@ class OutputProcessor:
     def fail_all(self, error: BaseException) -> None:
         """End every live request with ``error`` (the engine died); each gets an exception object of its own."""
         for state in list(self._requests.values()):
-            self._fail_request(state, _own_copy(error))
+            self._fail_request(state, error.fresh() if isinstance(error, AsyncLLMError) else error)
 
     def _live(self, request: RequestState | str) -> RequestState | None:
         if isinstance(request, str):
@@ -260,14 +260,3 @@ def _broken(request: RequestState, error: Exception) -> AsyncLLMError:
     )
     failed.__cause__ = error
     return failed
-
-
-def _own_copy(error: BaseException) -> BaseException:
-    """Return an equal exception: one object raised in a thousand tasks would collect all their tracebacks."""
-    if not isinstance(error, AsyncLLMError):
-        return error
-    copy = type(error)(error.message, **{name: getattr(error, name) for name in error.fields})
-    copy.__cause__ = error.__cause__
-    for note in getattr(error, "__notes__", ()):
-        copy.add_note(note)
-    return copy

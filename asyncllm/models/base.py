@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from asyncllm.attention.base import AttentionBackend, KVCache
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CausalLM", "ForwardContext"]
+__all__ = ["CausalLM", "ForwardContext", "StepModel"]
 
 
 @dataclass(kw_only=True)
@@ -29,6 +29,18 @@ class ForwardContext:
     backend: AttentionBackend
     plan: Any
     kv_caches: list[KVCache]
+
+
+class StepModel(Protocol):
+    """What the runner calls once per step: a :class:`CausalLM`, or its layers as one native call."""
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Return final hidden states [T, hidden] of the flat batch; see :meth:`CausalLM.forward`."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [R, vocab_size]; see :meth:`CausalLM.compute_logits`."""
+        ...
 
 
 class CausalLM(nn.Module, ABC):

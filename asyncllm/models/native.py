@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from asyncllm.kernels.base import Kernels
     from asyncllm.layers.embedding import Embedding
     from asyncllm.layers.linear import Linear
-    from asyncllm.models.base import CausalLM
+    from asyncllm.models.base import CausalLM, ForwardContext
 
-__all__ = ["describe"]
+__all__ = ["NativeModel", "describe"]
+
+NO_ROWS = np.zeros(0, np.int32)
 
 NAME_TO_ACTIVATION = {
     "gelu": Activation.GELU,
@@ -35,6 +38,34 @@ NAME_TO_ACTIVATION = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
 }
+
+
+class NativeModel:
+    """All layers of a loaded model as one native call per step, and the head as another.
+
+    ``model`` gives its weights away and is not to be called any more. Steps need the plan and the caches of
+    :class:`asyncllm.attention.native.NativeAttention`.
+
+    :raises UnsupportedModelError: see :func:`describe`.
+    """
+
+    def __init__(self, model: CausalLM, kernels: Kernels, *, block_size: int) -> None:
+        self._kernels = kernels
+        self._spec = describe(model, kernels, block_size=block_size)
+        self._decoder = kernels.make_decoder(self._spec)
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Return final hidden states [T, hidden] of the flat batch; its positions are those of the plan."""
+        batch = context.plan._replace(token_ids=token_ids.numpy())
+        output = self._decoder.step(
+            batch, context.kv_caches, NO_ROWS, with_hidden=True, with_logits=False, with_best=False
+        )
+        assert output.hidden is not None
+        return output.hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [R, vocab_size]."""
+        return self._kernels.linear(hidden, self._spec.head)
 
 
 def describe(model: CausalLM, kernels: Kernels, *, block_size: int, kv_format: Format = Format.F32) -> DecoderSpec:

@@ -30,7 +30,7 @@ class CpuPlatform(Platform):
 
     name: ClassVar[str] = "cpu"
     worker_cls: ClassVar[str] = "asyncllm.worker.worker.Worker"
-    attention_backends: ClassVar[tuple[str, ...]] = ("cpu", "reference")
+    attention_backends: ClassVar[tuple[str, ...]] = ("native", "cpu", "reference")
 
     def default_dtype(self) -> str:
         """Return float32: equal to transformers in float32, and the fastest of torch's dtypes on most CPUs."""

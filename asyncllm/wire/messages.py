@@ -138,6 +138,7 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     attention_backend: str
     pid: int
     phase_to_seconds: dict[str, float] = {}
+    kernels: str = ""  # which operators the model runs on, with instruction set and threads
 
 
 class StartupProgress(msgspec.Struct, array_like=True, tag=1):

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from asyncllm.attention.base import AttentionBackend, FlatBatch, KVCache
-from asyncllm.models.base import CausalLM, ForwardContext
+from asyncllm.models.base import ForwardContext, StepModel
 from asyncllm.sampling.logprobs import LogprobTensors, compute_logprobs
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
@@ -118,7 +118,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: StepModel,
         backend: AttentionBackend,
         kv_caches: list[KVCache],
         *,

@@ -7,6 +7,7 @@ Called from one thread, the engine's busy loop. Every public method is a target 
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,9 +16,13 @@ import torch
 
 from asyncllm import platforms
 from asyncllm.attention.base import AttentionBackend, AttentionSpec, KVCache
+from asyncllm.attention.native import NativeAttention
 from asyncllm.attention.selector import choose_backend
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.errors import ConfigError, InsufficientMemoryError, UsageError
+from asyncllm.kernels.selector import make_kernels
+from asyncllm.layers.linear_native import NativeLinearMethod
+from asyncllm.models.native import NativeModel
 from asyncllm.models.registry import build_model
 from asyncllm.wire.messages import EngineSampling
 from asyncllm.wire.step import NewRequest, SchedulerOutput
@@ -27,9 +32,12 @@ from asyncllm.worker.model_runner import ModelRunner, StepResult
 if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
     from asyncllm.executor.base import ReportProgress
-    from asyncllm.models.base import CausalLM
+    from asyncllm.kernels.base import Kernels
+    from asyncllm.models.base import StepModel
 
 __all__ = ["Worker"]
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
 T = TypeVar("T")
@@ -50,7 +58,8 @@ class Worker:
         self.eos_token_ids: tuple[int, ...] = ()
         self._model_max_len = 0
         self._threads_before: int | None = None
-        self._model: CausalLM | None = None
+        self._kernels: Kernels | None = None
+        self._model: StepModel | None = None
         self._backend: AttentionBackend | None = None
         self._kv_caches: list[KVCache] = []
         self._runner: ModelRunner | None = None
@@ -64,14 +73,22 @@ class Worker:
         return self._ready(self._backend).name
 
     @property
+    def kernels(self) -> str:
+        """Return which operators the model runs on."""
+        return self._kernels.description if self._kernels is not None else "torch"
+
+    @property
     def bytes_per_block(self) -> int:
         """Return the memory of one KV block over all layers."""
         return self._ready(self._backend).bytes_per_block()
 
     def init_device(self) -> None:
-        """Take the device: on a CPU, set the number of threads that torch computes with in this process."""
+        """Take the device: on a CPU, load the compiled kernels and set the number of threads in this process."""
         self._threads_before = torch.get_num_threads()
-        torch.set_num_threads(self.platform.num_threads(self.config.device))
+        num_threads = self.platform.num_threads(self.config.device)
+        self._kernels = self._make_kernels(num_threads)
+        # What torch still does beside the kernels is small, and two pools of threads on the same cores would fight.
+        torch.set_num_threads(1 if self._kernels is not None else num_threads)
 
     def load_model(self) -> None:
         """Build the model, load its weights and choose the attention backend.
@@ -88,11 +105,13 @@ class Worker:
                 value=max_model_len,
                 limit=max_position,
             )
+        kernels = self._kernels
         model = build_model(
             checkpoint,
             self.dtype,
             self.device,
             max_position=max_model_len,
+            linear_method=NativeLinearMethod(kernels) if kernels is not None else None,
             report=lambda fraction: self.report("load_model", fraction),
         )
         self._model_max_len = max_position
@@ -107,9 +126,32 @@ class Worker:
             block_size=self.config.cache.block_size,
             dtype=self.dtype,
             device=self.device,
+            kernels=kernels,
         )
-        self._model = model
         self._backend = choose_backend(self.config.device.attention_backend, spec, self.platform.attention_backends)
+        self._model = model
+        if kernels is not None and isinstance(self._backend, NativeAttention):
+            self._model = NativeModel(model, kernels, block_size=spec.block_size)
+
+    def _make_kernels(self, num_threads: int) -> Kernels | None:
+        """Return the compiled CPU kernels where they are there and wanted; say loudly where they are not there.
+
+        :raises ConfigError: ``attention_backend="native"`` asks for them and they are not there.
+        """
+        wanted = self.config.device.attention_backend
+        if self.device.type != "cpu" or self.dtype != torch.float32 or wanted not in ("auto", "native"):
+            return None
+        kernels = make_kernels(num_threads)
+        if kernels.name == "native":
+            return kernels
+        logger.warning("%s; this is several times slower", kernels.description)
+        if wanted == "native":
+            raise ConfigError(
+                f"attention_backend is 'native', but there is only the {kernels.description}",
+                parameter="attention_backend",
+                value=wanted,
+            )
+        return None
 
     def determine_num_blocks(self) -> KVCachePlan:
         """Return how many KV blocks this device can give and the longest request they allow.
@@ -169,7 +211,13 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepResult:
         """Launch one step and return its pending result."""
-        return self._ready(self._runner).execute(scheduler_output)
+        runner = self._ready(self._runner)
+        if self._profiler is None:
+            return runner.execute(scheduler_output)
+        rows, tokens = len(scheduler_output.slots), scheduler_output.total_num_tokens
+        # The compiled kernels are no operations of torch, so the step itself has to stand in the trace.
+        with torch.profiler.record_function(f"step of {tokens} tokens in {rows} rows"):
+            return runner.execute(scheduler_output)
 
     def start_profile(self, directory: str) -> None:
         """Record every operation from now on; :meth:`stop_profile` writes the trace into ``directory``.
@@ -204,7 +252,7 @@ class Worker:
             self._profiler.stop()
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
-        self._profiler = self._runner = self._model = self._backend = self._threads_before = None
+        self._profiler = self._runner = self._model = self._backend = self._threads_before = self._kernels = None
         self._kv_caches = []
 
     def _ready(self, part: T | None) -> T:

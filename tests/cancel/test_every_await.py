@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -178,6 +180,31 @@ async def test_r01_two_hundred_streams_cancelled_before_their_first_token(llm: A
     async with anyio.create_task_group() as group:
         for number in range(200):
             group.start_soon(one, number, read(number))
+    await check()
+
+
+async def test_r01_cancelled_at_random_while_submitting_takes_twenty_milliseconds(
+    llm: AsyncLLM, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llm._session is not None
+    process = llm._session.inputs.process
+
+    def slow_process(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02)  # in a worker thread, since the prompt is long
+        return process(*args, **kwargs)
+
+    monkeypatch.setattr(llm._session.inputs, "process", slow_process)
+    chance = random.Random(1)
+
+    async def one(number: int) -> None:
+        with anyio.move_on_after(chance.random() * 0.2):  # 40 threads take 5 rounds of 20 ms for 200
+            async for _ in llm.stream(LONG_PROMPT, **ENDLESS):
+                await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as group:
+        for number in range(200):
+            group.start_soon(one, number)
+    monkeypatch.undo()
     await check()
 
 

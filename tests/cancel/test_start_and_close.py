@@ -176,3 +176,35 @@ async def test_task_cancel_of_asyncio_while_closing(anyio_backend: Any, config: 
         task: asyncio.Task[None] = asyncio.create_task(close_and_cancel(llm))
         await asyncio.wait([task])
         assert task.cancelled()
+
+
+async def test_closing_while_starting_waits_until_nothing_is_left(config: EngineConfig) -> None:
+    llm = AsyncLLM(config)
+    async with anyio.create_task_group() as tasks:
+
+        async def start() -> None:
+            with pytest.raises(UsageError, match="closed"):
+                await llm.start()
+
+        tasks.start_soon(start)
+        with anyio.fail_after(5):
+            while not leaks.children():  # noqa: ASYNC110 - no event announces it
+                await anyio.sleep(0.001)
+        await llm.aclose()
+        assert not leaks.children()
+    await work_after(llm)
+
+
+async def test_of_two_that_close_both_wait_for_the_end(config: EngineConfig) -> None:
+    llm = AsyncLLM(config)
+    await llm.start()
+
+    async def close() -> None:
+        await llm.aclose()
+        assert not leaks.children()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(close)
+        tasks.start_soon(close)
+    await llm.aclose()
+    await work_after(llm)

@@ -14,7 +14,9 @@ import pytest
 
 from asyncllm import AsyncLLM, FinishReason
 from asyncllm.testing import scripted_llm
+from tests.support.engines import connection_of
 from tests.support.scripted import ENDLESS, LETTERS, assert_settled, assert_works, letters_llm, set_script
+from tests.support.timing import best_of
 
 pytestmark = pytest.mark.anyio
 
@@ -84,20 +86,35 @@ async def test_r05_a_request_cancelled_in_any_phase_of_a_step(llm: AsyncLLM, pha
 
 
 async def test_r06_five_hundred_streams_left_early(llm: AsyncLLM) -> None:
-    first_token_s = []
-    for _ in range(500):
+    """The last 50 are timed turn by turn with 50 of a fresh engine, so that what else the machine does slows both.
+
+    Medians, not the 99th percentile of the report: that of 50 is the worst one, and on shared cores the machine's.
+    """
+
+    async def first_token_s(llm: AsyncLLM) -> float:
         began = time.perf_counter()
         num_tokens = 0
         async for _ in llm.stream("prompt", **ENDLESS):
             if num_tokens == 0:
-                first_token_s.append(time.perf_counter() - began)
+                took_s = time.perf_counter() - began
             num_tokens += 1
             if num_tokens == 2:
                 break
+        return took_s
+
+    await set_script(llm, step_ms=1)
+    for _ in range(450):
+        await first_token_s(llm)
+
+    async with letters_llm({"step_ms": 1}) as fresh:
+
+        async def ratio() -> float:
+            pairs = [(await first_token_s(llm), await first_token_s(fresh)) for _ in range(50)]
+            used_s, fresh_s = zip(*pairs, strict=True)
+            return statistics.median(used_s) / statistics.median(fresh_s)
+
+        assert await best_of(ratio, limit=1.2) <= 1.2  # what piles up does not go away in another round
     await assert_settled(llm)
-    # Medians with a wide margin: the 99th percentile of 50 is their worst one, which on a busy machine is the
-    # machine's.
-    assert statistics.median(first_token_s[-50:]) <= 3 * statistics.median(first_token_s[:50])
 
 
 async def test_r07_after_break_the_next_stream_has_the_only_slot_within_two_steps() -> None:
@@ -231,8 +248,8 @@ async def test_r14_b03_counters_are_zero_right_after_the_cancelled_tasks_end(llm
     await assert_settled(llm)
 
 
-async def test_r15_an_editor_that_cancels_most_of_what_it_asks(llm: AsyncLLM) -> None:
-    await set_script(llm, step_ms=1)
+async def edit(llm: AsyncLLM, num_starts: int) -> None:
+    """Ask 250 times a second; one of five is read to its end, the others are cancelled within 100 ms."""
     chance = random.Random(15)
     done: list[int] = []
 
@@ -244,12 +261,27 @@ async def test_r15_an_editor_that_cancels_most_of_what_it_asks(llm: AsyncLLM) ->
             await consume(llm, f"prompt {number}", **ENDLESS)
 
     async with anyio.create_task_group() as group:
-        for number in range(200):  # 250 a second for 0.8 s; the reported load was 50 a second for a minute
+        for number in range(num_starts):
             group.start_soon(ask, number)
             await anyio.sleep(0.004)
-    assert done == [20] * 40
+    assert done == [20] * (num_starts // 5)
     await assert_settled(llm)
     await assert_works(llm)
+    assert llm._session is not None
+    assert "ERROR" not in connection_of(llm._session.client).process.runtime_dir.log_tail()
+
+
+async def test_r15_an_editor_that_cancels_most_of_what_it_asks(llm: AsyncLLM) -> None:
+    await set_script(llm, step_ms=1)
+    await edit(llm, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": False})], ids=["asyncio"])
+async def test_r15_as_many_as_reported(anyio_backend: object) -> None:
+    """50 starts a second for a minute are 3,000, here in 12 s."""
+    async with letters_llm({"step_ms": 1}) as llm:
+        await edit(llm, 3000)
 
 
 async def test_b02_cancelling_some_leaves_the_others_their_full_counts(llm: AsyncLLM) -> None:

@@ -144,9 +144,10 @@ def test_outside_of_a_loop_a_stream_is_made_and_read_later(config: EngineConfig)
 
 
 @pytest.mark.anyio
-async def test_r27_an_engine_that_waited_for_its_first_request(config: EngineConfig) -> None:
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": False})], ids=["asyncio"])
+async def test_r27_an_engine_that_waited_for_its_first_request(config: EngineConfig, anyio_backend: object) -> None:
     async with AsyncLLM(config) as llm:
-        await anyio.sleep(0.5)
+        await anyio.sleep(5)
         assert await ask(llm) == "abc"
 
 

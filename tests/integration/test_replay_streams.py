@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
+import anyio.abc
 import anyio.lowlevel
 import pytest
 
@@ -26,6 +27,7 @@ from asyncllm.errors import (
     UtilityError,
 )
 from tests.support.scripted import ENDLESS, LETTERS, assert_settled, assert_works, letters_llm, set_script
+from tests.support.timing import best_of, percentile
 
 pytestmark = pytest.mark.anyio
 
@@ -192,24 +194,71 @@ async def test_r76_a_parked_stream_that_is_finished_delivers_what_it_has() -> No
 
 # --------------------------------------------------------------------------------------------------------------- bursts
 async def test_r74_a_burst_of_requests_leaves_the_engine_answering(llm: AsyncLLM) -> None:
-    answers_s = []
-    done: list[Completion] = []
+    async def longest_answer_s() -> float:
+        answers_s = []
+        done: list[Completion] = []
 
-    async def burst() -> None:
-        done.extend(await gather(llm, [f"prompt {i}" for i in range(1280)], max_tokens=4))
-        group.cancel_scope.cancel()
+        async def burst() -> None:
+            done.extend(await gather(llm, [f"prompt {i}" for i in range(1280)], max_tokens=4))
+            group.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(burst)
+        async with anyio.create_task_group() as group:
+            group.start_soon(burst)
+            while True:
+                began = time.perf_counter()
+                await llm.check_health()
+                answers_s.append(time.perf_counter() - began)
+                await anyio.sleep(0.02)
+        assert len(done) == 1280
+        assert {len(completion.token_ids) for completion in done} == {4}
+        return max(answers_s)
+
+    assert await best_of(longest_answer_s, limit=0.1) < 0.1
+
+
+async def test_r73_many_streams_leave_other_tasks_their_turns(llm: AsyncLLM) -> None:
+    """A ticker and an echo over TCP live in the loop that reads 256 streams.
+
+    Waits are counted in processor time of the loop's thread: what the streams take from the others, whatever else the
+    machine does. Not counted: full collections of all that the test process has imported, 30 ms each.
+    """
+    await set_script(llm, step_ms=2)
+    gc.collect()
+    gc.freeze()
+    ticks_s: list[float] = []
+    echoes_s: list[float] = []
+
+    async def tick() -> None:
         while True:
-            began = time.perf_counter()
-            await llm.check_health()
-            answers_s.append(time.perf_counter() - began)
-            await anyio.sleep(0.02)
-    assert len(done) == 1280
-    assert {len(completion.token_ids) for completion in done} == {4}
-    # The proposal is 100 ms on a machine of one's own; here a test shares two cores with the engine and others.
-    assert sorted(answers_s)[len(answers_s) // 2] < 0.1
+            began = time.thread_time()
+            await anyio.sleep(0.001)
+            ticks_s.append(time.thread_time() - began)
+
+    async def echo(client: anyio.abc.SocketStream) -> None:
+        async with client:
+            async for data in client:
+                await client.send(data)
+
+    async def ask(address: tuple[str, int]) -> None:
+        async with await anyio.connect_tcp(*address) as stream:
+            while True:
+                began = time.thread_time()
+                await stream.send(b"hello")
+                assert await stream.receive() == b"hello"
+                echoes_s.append(time.thread_time() - began)
+                await anyio.sleep(0.001)
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, echo)
+        group.start_soon(ask, listener.extra(anyio.abc.SocketAttribute.local_address))
+        group.start_soon(tick)
+        done = await gather(llm, [f"prompt {i}" for i in range(256)], max_tokens=400)
+        group.cancel_scope.cancel()
+    gc.unfreeze()
+    assert [completion.token_ids for completion in done] == [letters(400)] * 256
+    assert min(len(ticks_s), len(echoes_s)) > 100
+    assert percentile(ticks_s, 0.99) < 0.01
+    assert percentile(echoes_s, 0.99) < 0.01
 
 
 async def test_b18_a_flood_does_not_starve_other_tasks(llm: AsyncLLM) -> None:
@@ -330,7 +379,7 @@ async def test_r72_a_huge_text_is_refused_without_holding_up_the_loop(num_chars:
                 await llm.generate("x" * num_chars)
 
         with anyio.fail_after(1):
-            assert await longest_gap_s(refused) < 0.1  # 50 ms are proposed; the tests share their cores
+            assert await best_of(lambda: longest_gap_s(refused), limit=0.05) < 0.05
 
 
 async def test_messages_that_cannot_be_rendered_are_refused(llm: AsyncLLM) -> None:

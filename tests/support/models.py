@@ -5,7 +5,9 @@ transformers writes and reads these folders, so they are an independent referenc
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +188,42 @@ def _tokenizer_json(meta: dict[str, Any]) -> dict[str, Any]:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------ the reference
+@functools.lru_cache(maxsize=4)
+def reference(folder: Path) -> Any:
+    """Return what transformers makes of a checkpoint folder, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def greedy(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the most likely tokens after ``prompt`` by transformers; ends of sequence do not end it."""
+    return list(_greedy(folder, tuple(prompt), num_tokens))
+
+
+@functools.lru_cache(maxsize=512)
+def _greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    import torch
+
+    with torch.inference_mode():
+        ids = reference(folder).generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return ids[0, len(prompt) :].tolist()
+
+
+def log_probabilities(folder: Path, token_ids: Sequence[int]) -> Any:
+    """Return [T, vocabulary]: the log-softmax of transformers' logits after each token."""
+    import torch
+
+    with torch.inference_mode():
+        return reference(folder)(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1)

@@ -46,7 +46,7 @@ async def assert_works(llm: AsyncLLM) -> None:
 
 
 class cancelled_at:  # noqa: N801 - reads as a verb: await cancelled_at(k, work, cancel)
-    """Run ``work`` and call ``cancel`` while it is suspended for the k-th time; count suspensions in ``num_suspensions``.
+    """Run ``work``, call ``cancel`` while it is suspended for the k-th time, and count suspensions.
 
     Every await of the work that really suspends is such a place, also those that nobody thought of.
     """
@@ -82,7 +82,7 @@ class cancelled_at:  # noqa: N801 - reads as a verb: await cancelled_at(k, work,
 async def at_every_await(
     work: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[], Awaitable[None]], max_places: int = 200
 ) -> int:
-    """Cancel ``work()`` at its first await, then at its second …, and ``check()`` after each; return how many there were."""
+    """Cancel ``work()`` at its first await, then at its second …; ``check()`` after each; return their number."""
     for k in range(1, max_places):
         with anyio.CancelScope() as scope:
             place = cancelled_at(k, work(), scope.cancel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -50,15 +51,29 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         ("startup_timeout_s", 0),
         ("shutdown_timeout_s", -1),
         ("max_buffered_tokens", 0),
+        ("max_buffered_tokens", 2**63),
+        ("block_size", None),
+        ("enable_prefix_caching", "no"),
+        ("tokenizer", 5),
+        ("chat_template", 5),
+        ("device", None),
+        ("executor", 5),
+        ("startup_timeout_s", "soon"),
+        ("startup_timeout_s", float("nan")),
+        ("executor_options", None),
     ],
 )
 def test_a_value_out_of_range_names_parameter_value_and_limit(option: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.from_options("m", **{option: value})
     assert caught.value.parameter == option
-    assert caught.value.value == value
+    assert caught.value.value == value or value != value
     assert caught.value.limit
     assert option in str(caught.value)
+
+
+def test_a_tokenizer_may_be_given_as_a_path() -> None:
+    assert EngineConfig.from_options("m", tokenizer=Path("a/b")).model.tokenizer == "a/b"
 
 
 def test_the_configuration_is_frozen() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 
+import msgspec
 import pytest
 
 from asyncllm import errors
@@ -19,7 +20,7 @@ from asyncllm.errors import (
     describe_error,
 )
 
-ALL = [getattr(errors, name) for name in errors.__all__ if name not in ("ErrorInfo", "describe_error")]
+ALL = [getattr(errors, name) for name in errors.__all__ if name not in ("ErrorInfo", "describe_error", "shown")]
 
 
 def test_the_docstring_prints_every_error_and_no_other() -> None:
@@ -73,3 +74,11 @@ def test_errors_are_also_the_builtin_a_caller_would_catch() -> None:
 def test_errors_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(InsufficientMemoryError("too big", max_model_len_fit=512)))
     assert error.max_model_len_fit == 512
+
+
+def test_an_error_with_half_a_surrogate_pair_or_a_huge_number_can_be_sent() -> None:
+    error = errors.ConfigError("no file '\ud800'", parameter="n", value=2**70)
+    info = msgspec.msgpack.decode(msgspec.msgpack.encode(error.to_info()), type=ErrorInfo)
+    assert info.message == r"no file '\ud800'"
+    assert info.fields["value"] == str(2**70)
+    msgspec.msgpack.encode(describe_error(ValueError("\ud800")))

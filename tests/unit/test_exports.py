@@ -43,7 +43,7 @@ def test_the_names_of_the_public_api() -> None:
     }  # fmt: skip
     from asyncllm import errors
 
-    assert set(asyncllm.__all__) >= set(errors.__all__) - {"ErrorInfo", "describe_error"}
+    assert set(asyncllm.__all__) >= set(errors.__all__) - {"ErrorInfo", "describe_error", "shown"}
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import typing
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from asyncllm import _request
-from asyncllm._request import SamplingOptions, make_config, make_params
+from asyncllm._request import ChatRequest, SamplingOptions, make_config, make_params
 from asyncllm.async_llm import AsyncLLM
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ConfigError, InvalidParameterError
@@ -50,10 +51,10 @@ def test_a_configuration_comes_as_an_object_or_as_options() -> None:
         make_config(config, {"max_num_seqs": 3})
 
 
-def test_a_chat_is_long_by_the_text_of_its_messages() -> None:
-    class Inputs:
-        def is_long(self, prompt: str) -> bool:
-            return len(prompt) > 10
-
-    chat = _request.ChatRequest(params=SamplingParams(), messages=[{"content": "x" * 6}, {"content": "y" * 6}, {}])
-    assert chat.is_long(Inputs())  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", [5, [("a", 1)], {1: 2}, {"messages": []}, {"tools": None}])
+def test_template_options_that_no_template_can_be_given(options: Any) -> None:
+    request = ChatRequest(
+        messages=[{"role": "user", "content": "x"}], params=SamplingParams(), template_options=options
+    )
+    with pytest.raises(InvalidParameterError, match="template_options"):
+        request.process(Mock(), None)

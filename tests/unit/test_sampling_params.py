@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import msgspec
 import pytest
 
 from asyncllm.errors import InvalidParameterError
@@ -90,3 +92,37 @@ def test_the_object_is_frozen_and_its_fields_are_not_rewritten() -> None:
     assert params.stop_strings == ["x"]
     with pytest.raises(AttributeError):
         params.n = 2  # type: ignore[misc]
+
+
+HUGE = 10**5000
+"""Python refuses to print it."""
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+UNPRINTABLE: dict[str, Any] = {
+    "huge": HUGE,
+    "list": [HUGE],
+    "dict": {HUGE: 1.0},
+    "bias": {1: HUGE},
+    "object": Unprintable(),
+    "surrogate": "\ud800",
+    "none": [None],
+}
+
+
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+@pytest.mark.parametrize("kind", UNPRINTABLE)
+def test_no_value_breaks_the_check_of_a_field(name: str, kind: str) -> None:
+    """Each is accepted or refused by the one typed error, which can be printed and sent."""
+    caught: InvalidParameterError | None = None
+    try:
+        SamplingParams(**{name: UNPRINTABLE[kind]})
+    except InvalidParameterError as error:
+        caught = error
+    if caught is not None:
+        assert (caught.parameter or "").startswith(name)
+        msgspec.msgpack.encode(caught.to_info())

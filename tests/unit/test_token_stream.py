@@ -69,7 +69,7 @@ def ended(inbox: StreamInbox, text: str = "abc") -> None:
     inbox.finish(Request("r", text).completion(USAGE))
 
 
-# ---------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------ reading
 async def test_items_come_in_order_and_the_stream_ends() -> None:
     stream, inbox, port = running()
     ended(inbox)
@@ -85,7 +85,7 @@ async def test_a_waiting_reader_gets_each_item_as_it_comes() -> None:
 
     async def read() -> None:
         async for token in stream:
-            got.append(token.text)
+            got.append(token.text)  # noqa: PERF401 - looked at while it grows
 
     async with anyio.create_task_group() as group:
         group.start_soon(read)
@@ -158,7 +158,7 @@ async def test_a_second_reader_is_refused_and_the_first_goes_on() -> None:
         inbox.put(delta("a"))
 
 
-# --------------------------------------------------------------------------------------------------------- every way out
+# ------------------------------------------------------------ every way out
 async def read_for_ever(stream: TokenStream) -> None:
     async for _ in stream:
         pass
@@ -305,7 +305,7 @@ async def test_finish_asks_for_a_soft_end() -> None:
     assert [token.finish_reason async for token in stream] == [FinishReason.ABORT]
 
 
-# ------------------------------------------------------------------------------------------------------ before it is sent
+# ------------------------------------------------------------ before it is sent
 async def test_a_pending_stream_is_sent_when_it_is_first_read() -> None:
     inbox = StreamInbox("r", 1, 100)
     port = Port()
@@ -361,7 +361,7 @@ async def test_the_error_of_sending_is_raised_once_and_the_stream_is_over() -> N
     assert [token async for token in stream] == []
 
 
-# ------------------------------------------------------------------------------------------------------------ slow readers
+# ------------------------------------------------------------ slow readers
 async def test_r76_a_slow_reader_parks_the_request_before_the_limit_and_unparks_it_once() -> None:
     stream, inbox, port = running(max_buffered_tokens=8)
     for _ in range(8):

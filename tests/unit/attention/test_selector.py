@@ -28,7 +28,7 @@ def test_a_named_backend_that_cannot_is_refused() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'auto', 'cpu', 'reference'") as caught:
+    with pytest.raises(ConfigError, match="'auto', 'cpu', 'native', 'reference'") as caught:
         choose_backend("cuda", make_spec(), ("cpu",))
     assert caught.value.parameter == "attention_backend"
     assert caught.value.value == "cuda"

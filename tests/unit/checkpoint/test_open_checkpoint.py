@@ -319,3 +319,9 @@ def test_opening_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "~nosuchuser/model", "a\0b", "\ud800"])
+def test_a_name_that_no_file_can_have_is_a_model_that_is_not_there(model: str) -> None:
+    with pytest.raises(ModelNotFoundError):
+        open_checkpoint(model)

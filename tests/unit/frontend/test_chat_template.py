@@ -303,3 +303,16 @@ def test_messages_are_not_changed() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]
     ours(CHATML, messages)
     assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]
+
+
+@pytest.mark.parametrize("tools", [5, "x", {"a": {}}, [5], object()])
+def test_tools_that_are_no_list_of_dicts_are_refused(tools: Any) -> None:
+    with pytest.raises(InvalidParameterError, match="tools is"):
+        ours("{{ tools }}", [{"role": "user", "content": "x"}], tools=tools)
+
+
+def test_messages_inside_themselves_are_refused() -> None:
+    part: dict[str, Any] = {"type": "image"}
+    part["image"] = [part]
+    with pytest.raises(InvalidParameterError, match="nested less deeply"):
+        ours("{{ messages }}", [{"role": "user", "content": [part]}])

@@ -11,6 +11,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.errors import ConfigError, InsufficientMemoryError, ModelNotFoundError, UsageError
 from asyncllm.executor.base import Executor, ExecutorInfo
 from asyncllm.executor.uniproc import UniProcExecutor
+from asyncllm.kernels import library
 from asyncllm.wire.step import NewRequest, SchedulerOutput
 from asyncllm.worker.input_batch import InputBatch
 from asyncllm.worker.worker import Worker
@@ -44,10 +45,31 @@ class Started:
         return self.worker._runner.batch  # pyright: ignore[reportOptionalMemberAccess]
 
 
-@pytest.fixture(scope="module")
-def started(tiny_llama: Path) -> Iterator[Started]:
-    with Started(tiny_llama) as started:
+@pytest.fixture(scope="module", params=["native", "cpu"])
+def started(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Started]:
+    if request.param == "native" and (reason := library.available().reason):
+        pytest.skip(f"the native kernels are {reason}")
+    with Started(tiny_llama, attention_backend=request.param) as started:
+        assert started.info.attention_backend == request.param
         yield started
+
+
+def test_auto_takes_the_compiled_kernels_where_they_are(tiny_llama: Path) -> None:
+    with Started(tiny_llama) as started:
+        native = library.available().isa is not None
+        assert started.info.attention_backend == ("native" if native else "cpu")
+        assert started.info.kernels.startswith("native" if native else "torch")
+
+
+def test_asking_for_kernels_that_are_not_compiled_says_so(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCLLM_KERNELS", "off")
+    with (
+        pytest.raises(ConfigError, match="attention_backend is 'native'"),
+        Started(tiny_llama, attention_backend="native"),
+    ):
+        pass
+    with Started(tiny_llama) as started:  # and unasked, torch does it
+        assert (started.info.attention_backend, started.info.kernels) == ("cpu", "torch")
 
 
 def first_step(slot: int, prompt: list[int], block: int) -> SchedulerOutput:
@@ -63,8 +85,8 @@ def test_start_says_what_was_found_and_how_long_each_phase_took(started: Started
     assert info.num_blocks == 64
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * 4
-    assert info.kv_cache_bytes == 65 * 16 * per_token
-    assert (info.device, info.dtype, info.attention_backend) == ("cpu", "float32", "cpu")
+    assert info.kv_cache_bytes >= 65 * 16 * per_token  # heads may be padded to whole vectors
+    assert (info.device, info.dtype) == ("cpu", "float32")
     phases = ["import_worker", "init_device", "load_model", "determine_num_blocks", "allocate_kv_cache", "warm_up"]
     assert list(info.phase_to_seconds) == phases
     assert [phase for phase, fraction in started.reports if fraction is None] == phases
@@ -106,7 +128,7 @@ def test_profile_writes_a_trace_file(started: Started, tmp_path: Path) -> None:
     [path] = executor.collective_rpc("stop_profile")
     assert Path(path).parent == tmp_path / "traces"
     names = {event.get("name") for event in json.loads(Path(path).read_text())["traceEvents"]}
-    assert "aten::embedding" in names
+    assert "step of 3 tokens in 1 rows" in names
 
 
 @pytest.mark.parametrize("method", ["no_such_method", "_runner", "__init__", "vocab_size"])
@@ -117,7 +139,7 @@ def test_collective_rpc_calls_public_methods_only(started: Started, method: str)
 
 def test_threads_are_set_for_the_engine_and_put_back(tiny_llama: Path) -> None:
     before = torch.get_num_threads()
-    with Started(tiny_llama, num_threads=before + 1):
+    with Started(tiny_llama, num_threads=before + 1, attention_backend="cpu"):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
 
