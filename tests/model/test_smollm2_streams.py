@@ -86,7 +86,7 @@ async def gather(llm: AsyncLLM, texts: Sequence[str]) -> list[Completion]:
 
 
 async def test_alone_then_with_a_cached_prefix(smollm2_gguf: Path, check: Check, anyio_backend: object) -> None:
-    async with AsyncLLM(smollm2_gguf, max_model_len=512) as llm:
+    async with AsyncLLM(smollm2_gguf, max_model_len=512, num_threads=1) as llm:
         check([await llm.generate(text, **GREEDY) for text in PROMPTS])
         again = await gather(llm, PROMPTS)
         check(again)
@@ -103,13 +103,20 @@ async def test_together_from_a_folder_without_a_prefix_cache(
 
 async def test_in_chunks_of_odd_size(smollm2_gguf: Path, check: Check, anyio_backend: object) -> None:
     async with AsyncLLM(
-        smollm2_gguf, max_model_len=512, max_num_batched_tokens=13, long_prefill_token_threshold=7, block_size=5
+        smollm2_gguf,
+        max_model_len=512,
+        max_num_batched_tokens=13,
+        long_prefill_token_threshold=7,
+        block_size=5,
+        num_threads=1,
     ) as llm:
         check(await gather(llm, PROMPTS))
 
 
 async def test_under_forced_preemption(smollm2_gguf: Path, check: Check, anyio_backend: object) -> None:
-    async with AsyncLLM(smollm2_gguf, max_model_len=160, num_blocks=24) as llm:  # they need 50 blocks together
+    async with AsyncLLM(
+        smollm2_gguf, max_model_len=160, num_blocks=24, num_threads=1
+    ) as llm:  # they need 50 blocks together
         done = await gather(llm, PROMPTS)
         check(done)
         assert sum(completion.usage.num_preemptions for completion in done) > 0
@@ -128,7 +135,8 @@ async def test_beside_neighbours_that_are_cancelled(smollm2_gguf: Path, check: C
                 if not num_tokens:
                     break
 
-    async with AsyncLLM(smollm2_gguf, max_model_len=512, max_num_seqs=16) as llm, anyio.create_task_group() as group:
+    options = {"max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
+    async with AsyncLLM(smollm2_gguf, **options) as llm, anyio.create_task_group() as group:
         for number in range(24):
             group.start_soon(neighbour, llm, number)
         check(await gather(llm, PROMPTS))
