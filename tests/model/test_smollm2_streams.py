@@ -101,14 +101,18 @@ async def test_together_from_a_folder_without_a_prefix_cache(
         check(await gather(llm, PROMPTS))
 
 
-async def test_in_chunks_of_odd_size(smollm2_gguf: Path, check: Check, anyio_backend: object) -> None:
+@pytest.mark.parametrize(("backend", "block_size"), [("auto", 16), ("cpu", 5)])
+async def test_in_chunks_of_odd_size(
+    smollm2_gguf: Path, check: Check, anyio_backend: object, backend: str, block_size: int
+) -> None:
     async with AsyncLLM(
         smollm2_gguf,
         max_model_len=512,
         max_num_batched_tokens=13,
         long_prefill_token_threshold=7,
-        block_size=5,
+        block_size=block_size,
         num_threads=1,
+        attention_backend=backend,
     ) as llm:
         check(await gather(llm, PROMPTS))
 
