@@ -40,6 +40,16 @@ def test_b22_add_is_waiting_step_is_running_finish_empties_both(tmp_path: Path) 
     assert core.step() is None
 
 
+def test_b65_what_a_step_returns_says_how_the_scheduler_stands_after_it(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    core.apply(request(1, max_tokens=1))
+    core.apply(request(2, max_tokens=2))
+    outputs = core.step()
+    assert outputs is not None
+    assert outputs.stats is not None
+    assert (outputs.stats.num_running, outputs.stats.num_generated_tokens) == (1, 2)
+
+
 def test_what_is_aborted_after_the_forward_gets_no_token_of_it(tmp_path: Path) -> None:
     core = make_core(tmp_path)
     core.apply(request(1))
