@@ -160,6 +160,7 @@ def test_logits_of_a_prompt_equal_transformers(
     torch.testing.assert_close(found, expected, rtol=0, atol=LOGIT_TOLERANCE)
 
 
+@pytest.mark.parametrize("make_driver", ["reference", "native"], indirect=True)
 def test_chunks_and_neighbours_change_no_bit(make_driver: MakeDriver, tokenizer: Any) -> None:
     token_ids, other = tokenizer.encode(CHAT).ids, tokenizer.encode(PROMPTS[1]).ids
     alone = make_driver().step({0: token_ids})[0]
@@ -174,6 +175,7 @@ def test_chunks_and_neighbours_change_no_bit(make_driver: MakeDriver, tokenizer:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make_driver", ["cpu", "native"], indirect=True)
 @pytest.mark.parametrize("text", PROMPTS, ids=range(len(PROMPTS)))
 def test_greedy_tokens_equal_transformers(make_driver: MakeDriver, reference: Any, tokenizer: Any, text: str) -> None:
     token_ids = tokenizer.encode(text).ids
