@@ -28,9 +28,9 @@ demo: install model
 	@printf '%s\n' "$(PROMPT)" | $(bin)/python -m asyncllm chat $(MODEL) --temperature 0
 	@printf '\nTalk to it yourself: %s\n' "$(bin)/python -m asyncllm chat $(MODEL)"
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed $(VENV)/.kernels
 model: $(MODEL)
-test-setup: $(VENV)/.tested-with model
+test-setup: $(VENV)/.tested-with $(VENV)/.kernels model
 
 test: test-setup
 	$(bin)/python -m pytest -rs $(ARGS)
@@ -42,7 +42,7 @@ lint: $(VENV)/.tested-with
 types: $(VENV)/.tested-with
 	$(bin)/pyright --pythonpath $(bin)/python
 
-bench: $(VENV)/.tested-with model
+bench: $(VENV)/.tested-with $(VENV)/.kernels model
 	$(bin)/python benchmarks/run_all.py --model $(MODEL) $(ARGS)
 
 clean:
@@ -62,6 +62,13 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.tested-with: $(VENV)/.installed
 	$(pip) install --quiet "$(TORCH)" --editable ".[test,benchmarks]"
+	@touch $@
+
+# The compiled CPU kernels; without a C++ compiler the model runs on torch, several times slower.
+$(VENV)/.kernels: $(wildcard asyncllm/kernels/csrc/*) asyncllm/kernels/build.py | $(VENV)/.installed
+	@echo "Compiling the CPU kernels ..."
+	@$(bin)/python -m asyncllm.kernels.build \
+		|| echo "WARNING: the CPU kernels were not compiled; the model will run on torch, several times slower" >&2
 	@touch $@
 
 # SmolLM2-135M-Instruct (Apache-2.0) is on PyPI inside a wheel, as a 98 MB GGUF: no model hub and no account needed.

@@ -16,6 +16,7 @@ RUNS: dict[str, list[str]] = {
     "import_cost": [],
     "scheduler": [],
     "wire_bytes": [],
+    "cpu_kernels": [],
     "startup": ["--model"],
     "cancel_latency": ["--model"],
     "ttft_prefix": ["--model"],

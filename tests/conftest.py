@@ -19,6 +19,11 @@ import pytest
 
 from tests.support import leaks, models
 
+# Before torch is imported, here or by an engine. Threads of OpenMP spin while they wait for each other: on cores that
+# others use too, a step of two threads takes ten times as long as one of a single thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_GGUF = REPOSITORY / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 

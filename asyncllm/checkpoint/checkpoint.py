@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from asyncllm.checkpoint import folder, gguf_config, resolve
 from asyncllm.checkpoint.defaults import with_defaults
 from asyncllm.checkpoint.gguf import GGUFFile
-from asyncllm.errors import CheckpointError, UnsupportedModelError
+from asyncllm.errors import CheckpointError, UnsupportedModelError, shown
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -123,8 +123,8 @@ class Checkpoint:
 
     def _positive(self, name: str) -> int:
         value = self.text_config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.damaged(f"has {name!r} = {value!r}; it must be a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise self.damaged(f"has {name!r} = {shown(value)!r}; it must be a positive integer of 31 bits")
         return value
 
     def _token_ids(self, source: dict[str, Any], name: str) -> tuple[int, ...]:

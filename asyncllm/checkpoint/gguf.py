@@ -254,6 +254,8 @@ class _Reader:
         places: dict[str, tuple[int, int]] = {}
         for _ in range(num_keys):
             key = self.take_text()
+            if key in places:  # also what keeps a wrong count from reading zeros for minutes
+                raise self.damaged(f"it has the key {key!r} twice")
             kind = self.take(U32)
             places[key] = (kind, self.offset)
             self.offset = self.end_of_value(kind, self.offset)
@@ -266,6 +268,8 @@ class _Reader:
         infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(num_tensors):
             name = self.take_text()
+            if name in infos:
+                raise self.damaged(f"it has the tensor {name!r} twice")
             num_dims = self.take(U32)
             if num_dims > MAX_DIMS:
                 raise self.damaged(f"tensor {name!r} claims {num_dims} dimensions")

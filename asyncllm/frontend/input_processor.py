@@ -11,7 +11,8 @@ The rules, in one place:
 * A prompt whose tokens plus one do not fit the engine's KV blocks could never run and is refused.
 * ``max_tokens`` is lowered to what is left of the context; ``None`` means all of that.
 * Fields that are ``None`` take the value of the model's ``generation_config.json``, else the neutral one.
-* Prompt ids, stop ids, ``logit_bias`` and ``allowed_token_ids`` name tokens of the model's vocabulary.
+* Prompt ids, stop ids, ``logit_bias`` and ``allowed_token_ids`` name tokens of the model's vocabulary; with
+  ``min_tokens``, not all that may be drawn end the text.
 * ``n`` samples are n engine requests with the same seed and prompt, told apart by ``sample_index``.
 """
 
@@ -67,6 +68,7 @@ class ProcessedRequest:
 class _Limits:
     max_model_len: int
     vocab_size: int
+    eos_token_ids: frozenset[int]
     num_kv_tokens: int | None
     block_size: int
 
@@ -84,6 +86,7 @@ class InputProcessor:
         self._limits = _Limits(
             max_model_len=config.model.max_model_len or checkpoint.max_position,
             vocab_size=checkpoint.vocab_size,
+            eos_token_ids=frozenset(checkpoint.eos_token_ids),
             num_kv_tokens=None,
             block_size=config.cache.block_size,
         )
@@ -97,6 +100,7 @@ class InputProcessor:
         self._limits = _Limits(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
+            eos_token_ids=frozenset(info.eos_token_ids),
             num_kv_tokens=info.num_blocks * info.block_size,
             block_size=info.block_size,
         )
@@ -232,6 +236,19 @@ class InputProcessor:
             for token_id in ids or ():
                 if token_id >= self._limits.vocab_size:
                     self._refuse_id(f"{name}[{token_id}]" if name == "logit_bias" else name, token_id)
+        if params.min_tokens:
+            self._check_min_tokens(params)
+
+    def _check_min_tokens(self, params: SamplingParams) -> None:
+        """Refuse a request all of whose tokens would end it, so that it could draw none at first."""
+        ends = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            ends |= self._limits.eos_token_ids
+        limit = f"such that some token does not end the text before min_tokens ({params.min_tokens})"
+        if params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            _refuse("allowed_token_ids", params.allowed_token_ids, limit)
+        if len(ends) >= self._limits.vocab_size:
+            _refuse("stop_token_ids", params.stop_token_ids, limit)
 
     def _samplings(self, params: SamplingParams, num_prompt_tokens: int) -> list[EngineSampling]:
         room = self._limits.max_model_len - num_prompt_tokens

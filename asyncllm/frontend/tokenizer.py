@@ -103,8 +103,8 @@ class Tokenizer:
         import tokenizers
 
         try:
+            file = msgspec.json.decode(content, type=_TokenizerFile)  # first: the library panics on what is not UTF-8
             self._backend = tokenizers.Tokenizer.from_buffer(content)
-            file = msgspec.json.decode(content, type=_TokenizerFile)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"the tokenizer of {source!r} cannot be read: {error}", model=source, file="tokenizer.json"

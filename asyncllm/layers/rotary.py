@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from asyncllm.errors import CheckpointError, UnsupportedModelError
+from asyncllm.errors import CheckpointError, UnsupportedModelError, shown
 
 __all__ = ["RotaryEmbedding", "Rotation", "apply_rotary", "rope_parameters"]
 
@@ -73,8 +73,12 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str | None = None) ->
 
     New files have ``rope_parameters`` (maybe one set per ``layer_type``), older ones ``rope_theta`` and
     ``rope_scaling``.
+
+    :raises CheckpointError: they are no object.
     """
     found: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"rotary parameters are {shown(found)!r}; they must be an object", file="config.json")
     parameters = dict(cast("Mapping[str, Any]", found))
     if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
         parameters = dict(cast("Mapping[str, Any]", parameters[layer_type]))
@@ -108,7 +112,7 @@ def rope_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[torc
         )
     try:
         return compute(head_dim, parameters)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"rotary scaling {kind!r} lacks or misstates {error}", file="config.json") from error
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Count", "read_settings"]
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 """A size or a number of things."""
 
 T = TypeVar("T", bound=msgspec.Struct)

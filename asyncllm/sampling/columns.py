@@ -28,6 +28,7 @@ Int64 = npt.NDArray[np.int64]
 
 TOP_P_WINDOW = 1024  # most likely tokens in which a top-p is looked for before the whole vocabulary is sorted
 GREEDY_BELOW = 1e-5  # logits divided by less than this overflow float32; the draw is the most likely token anyway
+SMALLEST_TOP_P = float(np.finfo(np.float32).tiny)  # less is 0 in float32, which would keep no token at all
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class SamplingColumns:
         greedy = sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
         self.temperature[slot] = 0.0 if greedy else sampling.temperature
         self.top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
-        self.top_p[slot] = sampling.top_p
+        self.top_p[slot] = max(sampling.top_p, SMALLEST_TOP_P)
         self.min_p[slot] = sampling.min_p
         self.seed[slot] = sampling.seed
         self.sample_index[slot] = sampling.sample_index

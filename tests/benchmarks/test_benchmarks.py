@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from asyncllm.kernels import library
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NOT_RUN_ALONE = {"report.py", "run_all.py", "tiny_model.py", "peers_driver.py"}
 
@@ -80,6 +82,15 @@ def test_wire_bytes(tmp_path: Path) -> None:
     assert line["figures"]["64"]["bytes_per_token"] < 12
     assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
     assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8")) == line
+
+
+def test_cpu_kernels() -> None:
+    if library.available().isa is None:
+        pytest.skip("the native kernels are not compiled")
+    small = ["--shape", "tiny", "--rows", 1, 20, "--cases", "2x1@40", "1x20@20", "--seconds", 0.01, "--threads", 2]
+    figures = run_benchmark("cpu_kernels.py", "--formats", "BF16", "Q4_1", *small)["figures"]
+    assert figures["linear"]["Q4_1"]["layers_20"]["roof"] > 0
+    assert figures["step"]["BF16"]["2x1_of_40"]["tokens_per_s"] > 0
 
 
 def test_startup(tiny_llama: Path) -> None:

@@ -37,6 +37,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "forced preemption": {"num_blocks": 9},
     "forced preemption in chunks": {"num_blocks": 34, "block_size": 4, "max_num_batched_tokens": 11},
     "forced preemption without a cache": {"num_blocks": 9, "enable_prefix_caching": False},
+    "torch": {**ROOMY, "attention_backend": "cpu"},
+    "torch under forced preemption in chunks": {
+        "num_blocks": 9,
+        "max_num_batched_tokens": 11,
+        "attention_backend": "cpu",
+    },
     "the reference backend": {**ROOMY, "attention_backend": "reference"},
     "two threads": {**ROOMY, "num_threads": 2},
 }

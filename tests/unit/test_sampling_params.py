@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -102,7 +103,7 @@ class Unprintable:
         raise RuntimeError("no")
 
 
-UNPRINTABLE = {
+UNPRINTABLE: dict[str, Any] = {
     "huge": HUGE,
     "list": [HUGE],
     "dict": {HUGE: 1.0},

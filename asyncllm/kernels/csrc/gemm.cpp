@@ -104,27 +104,39 @@ struct Scratch {
     float second[ROW_BLOCK * PANEL_GROUP * P];     // gate products or logits that are reduced at once
 };
 
+// A weight's panels from one k on.
+struct Panels {
+    const uint8_t* weight;
+    int64_t stride;  // bytes from panel to panel
+    int64_t count;
+    int64_t k;
+};
+
+// One tile of rows (<= MAX_ROWS) times all panels, in groups of about equal width.
 template <class Format>
-void few_rows(const Operand& a, const uint8_t* weight, int64_t panels, float* y, int64_t y_stride) {
-    const int64_t stride = panel_bytes<Format>(a.k);
-    int64_t groups = ceil_div(panels, panels_for<Format>((int)a.rows));
+void sweep(const float* x, int64_t x_stride, int64_t rows, const Panels& panels, float* y, int64_t y_stride, bool accumulate) {
+    int64_t groups = ceil_div(panels.count, panels_for<Format>((int)rows));
     for (int64_t g = 0, done = 0; g < groups; g++) {
-        int64_t end = panels * (g + 1) / groups;
-        tiles<Format>[a.rows - 1][end - done - 1](a.x, a.stride, weight + done * stride, stride, y + done * P, y_stride, a.k,
-                                                  false);
+        int64_t end = panels.count * (g + 1) / groups;
+        tiles<Format>[rows - 1][end - done - 1](x, x_stride, panels.weight + done * panels.stride, panels.stride, y + done * P,
+                                                y_stride, panels.k, accumulate);
         done = end;
     }
 }
 
-// Rows in tiles of equal height: 13 rows are 7 + 6, not 12 + 1.
+// How many of the remaining rows the next tile takes. With 12 rows at most: equal heights, 13 are 7 + 6. With 6 at most:
+// sixes, and at the end never a tile of 1 or 4, whose few accumulators wait for each other: 7 are 5 + 2, 8 are 6 + 2.
+ALLM_INLINE int64_t tile_rows(int64_t remaining) {
+    if (remaining <= MAX_ROWS) return remaining;
+    if (MAX_ROWS == 6) return remaining == 7 || remaining == 10 ? 5 : 6;
+    return ceil_div(remaining, ceil_div(remaining, MAX_ROWS));
+}
+
 template <class Format>
-void all_row_tiles(const Operand& a, int64_t k0, int64_t kc, const uint8_t* weight, float* y, int64_t y_stride) {
-    int64_t count = ceil_div(a.rows, MAX_ROWS);
-    for (int64_t t = 0, done = 0; t < count; t++) {
-        int64_t end = a.rows * (t + 1) / count;
-        tiles<Format>[end - done - 1][0](a.x + done * a.stride + k0, a.stride, weight, 0, y + done * y_stride, y_stride, kc,
-                                         k0 > 0);
-        done = end;
+void all_rows(const Operand& a, int64_t k0, const Panels& panels, float* y, int64_t y_stride) {
+    for (int64_t done = 0, rows; done < a.rows; done += rows) {
+        rows = tile_rows(a.rows - done);
+        sweep<Format>(a.x + done * a.stride + k0, a.stride, rows, panels, y + done * y_stride, y_stride, k0 > 0);
     }
 }
 
@@ -142,26 +154,30 @@ void expand(const uint8_t* weight, int64_t kc, float* out) {
 }
 
 template <class Format>
-void many_rows(const Operand& a, const uint8_t* weight, int64_t panels, float* y, int64_t y_stride, Scratch* scratch) {
+void many_rows(const Operand& a, const uint8_t* weight, int64_t count, float* y, int64_t y_stride, Scratch* scratch) {
     const int64_t stride = panel_bytes<Format>(a.k);
+    const bool expanded = Format::QUANTIZED && a.rows >= EXPAND_TILES * MAX_ROWS;
+    const int64_t group = a.rows <= 2 * MAX_ROWS ? MAX_PANELS : 1;  // tiles of few rows take several panels
     for (int64_t k0 = 0; k0 < a.k; k0 += KC) {
         int64_t kc = smaller<int64_t>(KC, a.k - k0);
-        for (int64_t p = 0; p < panels; p++) {
-            const uint8_t* from = weight + p * stride + panel_bytes<Format>(k0);
-            if (Format::QUANTIZED && a.rows > (EXPAND_TILES - 1) * MAX_ROWS) {
-                expand<Format>(from, kc, scratch->panel);
-                all_row_tiles<F32>(a, k0, kc, (const uint8_t*)scratch->panel, y + p * P, y_stride);
+        for (int64_t p = 0; p < count; p += group) {
+            Panels panels{weight + p * stride + panel_bytes<Format>(k0), stride, smaller(group, count - p), kc};
+            if (expanded) {
+                expand<Format>(panels.weight, kc, scratch->panel);
+                panels.weight = (const uint8_t*)scratch->panel;
+                all_rows<F32>(a, k0, panels, y + p * P, y_stride);
             } else {
-                all_row_tiles<Format>(a, k0, kc, from, y + p * P, y_stride);
+                all_rows<Format>(a, k0, panels, y + p * P, y_stride);
             }
         }
     }
 }
 
 template <class Format>
-void whole_panels(const Operand& a, const uint8_t* weight, int64_t panels, float* y, int64_t y_stride, Scratch* scratch) {
-    if (a.rows <= MAX_ROWS) few_rows<Format>(a, weight, panels, y, y_stride);
-    else many_rows<Format>(a, weight, panels, y, y_stride, scratch);
+void whole_panels(const Operand& a, const uint8_t* weight, int64_t count, float* y, int64_t y_stride, Scratch* scratch) {
+    Panels panels{weight, panel_bytes<Format>(a.k), count, a.k};
+    if (a.rows <= MAX_ROWS) sweep<Format>(a.x, a.stride, a.rows, panels, y, y_stride, false);
+    else many_rows<Format>(a, weight, count, y, y_stride, scratch);
 }
 
 // y[:, first * P … last * P) = a @ weight.T + bias; y points at the first of these columns.

@@ -187,3 +187,16 @@ def test_tensors_keep_their_numbers(path: Path) -> None:
     file = GGUFFile(path)
     for name, tensor in llama_tensors().items():
         assert np.array_equal(np.frombuffer(file.tensor_bytes(name), np.float32).reshape(tensor.shape), tensor)
+
+
+@pytest.mark.parametrize(("offset", "what"), [(8, "tensor"), (16, "key")])
+def test_a_wrong_count_of_entries_is_found_at_once(tmp_path: Path, offset: int, what: str) -> None:
+    """Zeros read as entries without a name: millions of them would take minutes."""
+    header = bytearray(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    struct.pack_into("<Q", header, offset, 2**40)
+    path = tmp_path / "zeros.gguf"
+    path.write_bytes(header + bytes(10_000_000))
+    begin = time.perf_counter()
+    with pytest.raises(CheckpointError, match=f"the {what} '' twice"):
+        GGUFFile(path)
+    assert time.perf_counter() - begin < 1.0

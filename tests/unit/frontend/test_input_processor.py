@@ -16,7 +16,7 @@ from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLon
 from asyncllm.frontend.input_processor import InputProcessor
 from asyncllm.frontend.tokenizer import Tokenizer
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.testing import write_tiny_checkpoint
+from asyncllm.testing import EOS, write_tiny_checkpoint
 from asyncllm.wire.codec import make_encoder
 from asyncllm.wire.messages import EngineSampling
 from tests.support.frontend import engine_info
@@ -302,3 +302,25 @@ def test_half_a_surrogate_pair_is_no_cache_salt(processor: InputProcessor) -> No
 def test_more_top_k_than_there_are_tokens_keeps_all(processor: InputProcessor) -> None:
     (request,) = processor.process([1], SamplingParams(top_k=10**30)).requests
     assert request.sampling.top_k == 260
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter"),
+    [
+        ({"allowed_token_ids": [7, 8], "stop_token_ids": [8, 7]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [EOS]}, "allowed_token_ids"),
+        ({"stop_token_ids": list(range(260))}, "stop_token_ids"),
+    ],
+)
+def test_min_tokens_that_leave_no_token_to_draw_are_refused(
+    processor: InputProcessor, params: dict[str, Any], parameter: str
+) -> None:
+    """The engine would ban every token of the first steps and find no finite logit."""
+    processor.process("Hi", SamplingParams(**params))
+    with pytest.raises(InvalidParameterError, match="min_tokens") as caught:
+        processor.process("Hi", SamplingParams(**params, min_tokens=1))
+    assert caught.value.parameter == parameter
+
+
+def test_an_end_of_sequence_that_is_ignored_may_be_all_that_is_allowed(processor: InputProcessor) -> None:
+    processor.process("Hi", SamplingParams(allowed_token_ids=[EOS], min_tokens=1, ignore_eos=True))

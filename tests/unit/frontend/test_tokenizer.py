@@ -185,3 +185,11 @@ def test_smollm2_ids_equal_transformers(smollm2_gguf: Path, smollm2_folder: Path
         assert from_folder.encode(text) == ids
         assert from_gguf.encode(text) == ids
         assert from_gguf.decode(ids, skip_special_tokens=False) == reference.decode(ids)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"null", b"{}", b'{"model": {"vocab": {"\xa0": 1}}}'])
+def test_a_damaged_file_is_a_checkpoint_error(content: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """The library panics, and tells of it on stderr, where the file is not UTF-8."""
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer(content, {}, source="m")
+    assert capfd.readouterr().err == ""

@@ -212,3 +212,21 @@ def test_a_model_is_built_without_transformers(llama: Path) -> None:
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 2**63},
+        {"hidden_size": 10**30},
+        {"head_dim": 2**63},
+        {"max_position_embeddings": 2**63},
+        {"rope_parameters": 5},
+        {"rope_parameters": ["x"]},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "much"}},
+    ],
+)
+def test_a_configuration_out_of_all_bounds_is_damaged(llama: Path, change: dict[str, Any]) -> None:
+    change_config(llama, **change)
+    with pytest.raises(CheckpointError):
+        build(llama)

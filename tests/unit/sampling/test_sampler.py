@@ -181,3 +181,9 @@ def test_rows_are_cut_into_slices_without_effect(logits: torch.Tensor, monkeypat
     whole = sample(rows, params).token_ids.tolist()
     monkeypatch.setattr(sampler, "SLICE_ELEMENTS", 3 * VOCAB)
     assert sample(rows, params).token_ids.tolist() == whole
+
+
+@pytest.mark.parametrize("top_p", [1e-320, 1e-45, 1e-9])
+def test_the_smallest_top_p_keeps_the_most_likely_token(logits: torch.Tensor, top_p: float) -> None:
+    found = sample(logits.expand(50, -1), [sampling(temperature=1.0, top_p=top_p)] * 50, positions=range(50))
+    assert set(found.token_ids.tolist()) == {int(logits.argmax())}
