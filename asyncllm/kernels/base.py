@@ -46,6 +46,9 @@ class Format(IntEnum):
     Q8_0 = 3
     Q4_0 = 4
     Q4_1 = 5
+    Q4_K = 6
+    Q5_K = 7
+    Q6_K = 8
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,13 +57,22 @@ class Format(IntEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether rows are GGUF blocks of 32 values."""
+        """Whether rows are GGUF blocks."""
         return self >= Format.Q8_0
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one GGUF block of 32 values."""
-        return {Format.Q8_0: 34, Format.Q4_0: 18, Format.Q4_1: 20}[self]
+        """Bytes of one GGUF block."""
+        return _FORMAT_TO_BLOCK[self][1]
+
+    @property
+    def block_values(self) -> int:
+        """Values of one GGUF block, of which a row is a multiple."""
+        return _FORMAT_TO_BLOCK[self][0]
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of a row of ``k`` values in GGUF blocks."""
+        return k // self.block_values * self.block_bytes
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Format:
@@ -74,6 +86,14 @@ class Format(IntEnum):
         raise ValueError(f"weights are float32, bfloat16 or float16, not {dtype}")
 
 
+_FORMAT_TO_BLOCK = {
+    Format.Q8_0: (32, 34),
+    Format.Q4_0: (32, 18),
+    Format.Q4_1: (32, 20),
+    Format.Q4_K: (256, 144),
+    Format.Q5_K: (256, 176),
+    Format.Q6_K: (256, 210),
+}
 _FORMAT_TO_DTYPE = {Format.F32: torch.float32, Format.BF16: torch.bfloat16, Format.F16: torch.float16}
 
 
@@ -180,7 +200,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: torch.Tensor) -> None:
-        """Fill the rows from ``first_row`` on with ``rows`` [R, k]; quantized: uint8 [R, k / 32 * block_bytes].
+        """Fill the rows from ``first_row`` on with ``rows`` [R, k]; quantized: uint8 [R, bytes of a row].
 
         :raises ValueError: shape or dtype do not fit.
         """
@@ -196,7 +216,7 @@ class Kernels(ABC):
 
     def pack_blocks(self, rows: torch.Tensor, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return GGUF blocks ``rows`` (uint8 [n, bytes of a row]) as a weight [n, k] with exactly their values."""
-        k = rows.shape[1] // stored_as.block_bytes * 32
+        k = rows.shape[1] // stored_as.block_bytes * stored_as.block_values
         weight = self.empty_weight(rows.shape[0], k, stored_as, bias)
         self.pack_rows(weight, 0, rows)
         return weight

@@ -70,7 +70,7 @@ class NativeKernels(Kernels):
         rows = rows.detach()
         quantized = weight.format.is_quantized
         source = weight.format if quantized else Format.of(rows.dtype)
-        width = weight.k // 32 * weight.format.block_bytes if quantized else weight.k
+        width = weight.format.row_bytes(weight.k) if quantized else weight.k
         if rows.ndim != 2 or rows.shape[1] != width or (quantized and rows.dtype != torch.uint8):
             raise ValueError(f"rows are {tuple(rows.shape)} {rows.dtype}; {weight.format.name} wants [R, {width}]")
         count = rows.shape[0]

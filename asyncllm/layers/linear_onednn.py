@@ -17,8 +17,8 @@ from asyncllm.layers.linear import Linear, LinearMethod, TorchLinearMethod
 __all__ = ["OneDNNLinearMethod", "default_linear_method"]
 
 
-class OneDNNLinearMethod:
-    """Packed weights in place of the loaded ones."""
+class OneDNNLinearMethod(TorchLinearMethod):
+    """Packed weights in place of the loaded ones; embeddings as they were loaded."""
 
     def __init__(self) -> None:
         operators: Any = torch.ops.mkldnn

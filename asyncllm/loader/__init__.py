@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncllm.loader import folder, gguf
+from asyncllm.loader.dequantize import QuantizedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,21 +18,22 @@ if TYPE_CHECKING:
 
     from asyncllm.checkpoint import Checkpoint
 
-__all__ = ["iter_weights"]
+__all__ = ["QuantizedTensor", "iter_weights"]
 
 
 def iter_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, report: Callable[[float], None] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+    checkpoint: Checkpoint, report: Callable[[float], None] | None = None
+) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Yield every tensor of ``checkpoint`` on the CPU by its Hugging Face name.
 
-    Quantized ones come in ``dtype``, the others as they are stored: copying them to their place casts them, once.
+    All come as they are stored, so that whoever keeps them converts them once, if at all: matrices of a quantized type
+    as :class:`QuantizedTensor`, everything else as a tensor of its own dtype.
     ``report`` gets the fraction of the weights' bytes that was taken, from 0 to 1.
 
     :raises UnsupportedModelError: a tensor type, or the file format of the weights, is not one that we read.
     :raises CheckpointError: a file is missing or damaged; names it.
     """
-    tensors = folder.iter_folder(checkpoint) if checkpoint.gguf is None else gguf.iter_gguf(checkpoint, dtype)
+    tensors = folder.iter_folder(checkpoint) if checkpoint.gguf is None else gguf.iter_gguf(checkpoint)
     for name, tensor, fraction in tensors:
         yield name, tensor
         if report is not None:

@@ -6,6 +6,7 @@ operations of ggml's ``dequantize_row_*`` (ggml/src/ggml-quants.c), so that the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from asyncllm.checkpoint.gguf import GGML_TYPES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DEQUANTIZED_TYPES", "dequantize"]
+__all__ = ["DEQUANTIZED_TYPES", "QuantizedTensor", "dequantize"]
 
 CHUNK_ELEMENTS = 31 * 1024
 """Numbers dequantized at once: intermediate tensors stay in the cache, below the size from which torch uses threads.
@@ -24,7 +25,28 @@ Measured on SmolLM2-135M in Q4_1, two cores: 0.75 s always. Chunks of a million 
 4 s where something else runs, since each of the many short parallel operations waits for its slowest thread.
 """
 
+NAME_TO_KIND = {kind.name: kind for kind in GGML_TYPES.values()}
 PLAIN_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A matrix in the blocks of its file, for those who compute with them; everybody else dequantizes it."""
+
+    type_name: str
+    """Name in :data:`TYPE_TO_FUNCTION`, such as ``Q4_1``."""
+    blocks: torch.Tensor
+    """uint8 [rows, bytes of a row]; a view of the file where nothing had to be reordered."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and numbers in a row."""
+        kind = NAME_TO_KIND[self.type_name]
+        return self.blocks.shape[0], self.blocks.shape[1] // kind.block_bytes * kind.block_elements
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers, rounded once to ``dtype``, as a new tensor."""
+        return _numbers(self.blocks, self.type_name, dtype).view(self.shape)
 
 
 def dequantize(data: memoryview, type_name: str, dtype: torch.dtype) -> torch.Tensor | None:
@@ -36,10 +58,12 @@ def dequantize(data: memoryview, type_name: str, dtype: torch.dtype) -> torch.Te
     raw = torch.frombuffer(data, dtype=torch.uint8)
     if plain := PLAIN_TYPES.get(type_name):
         return raw.view(plain)
-    function = TYPE_TO_FUNCTION.get(type_name)
-    if function is None:
-        return None
-    kind = next(kind for kind in GGML_TYPES.values() if kind.name == type_name)
+    return _numbers(raw, type_name, dtype) if type_name in TYPE_TO_FUNCTION else None
+
+
+def _numbers(raw: torch.Tensor, type_name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of the blocks in ``raw`` (uint8, contiguous) as one flat tensor."""
+    function, kind = TYPE_TO_FUNCTION[type_name], NAME_TO_KIND[type_name]
     blocks = raw.view(-1, kind.block_bytes)
     numbers = torch.empty(blocks.shape[0], kind.block_elements, dtype=dtype)
     step = CHUNK_ELEMENTS // kind.block_elements
@@ -173,4 +197,4 @@ TYPE_TO_FUNCTION: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 DEQUANTIZED_TYPES = (*PLAIN_TYPES, *TYPE_TO_FUNCTION)
-"""Names of all tensor types that :func:`dequantize` reads."""
+"""Names of all tensor types that we read."""

@@ -1,19 +1,23 @@
-"""Weights of a GGUF file: under their Hugging Face names, dequantized, with rows in Hugging Face order."""
+"""Weights of a GGUF file: under their Hugging Face names, with rows in Hugging Face order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncllm.loader.dequantize import dequantize
+from asyncllm.loader.dequantize import TYPE_TO_FUNCTION, QuantizedTensor, dequantize
 
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
+    from asyncllm.checkpoint.gguf import GGUFFile, GGUFTensor
 
 __all__ = ["iter_gguf"]
+
+RELEASE_BYTES = 16 << 20
+"""After how many bytes of the file the memory that holds them is let go."""
 
 Transform = Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]
 
@@ -45,7 +49,7 @@ def _split_rotary_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return the rows with the two rotary halves of each head one after the other.
 
     llama.cpp rotates neighbours (0, 1), (2, 3), …; its converter reorders the rows of query and key for that. Works
-    for a weight [H * D, hidden] and for a bias [H * D].
+    for a weight [H * D, hidden], for its quantized rows [H * D, bytes], and for a bias [H * D].
     """
     pairs = tensor.view(num_heads, tensor.shape[0] // num_heads // 2, 2, -1)
     return pairs.transpose(1, 2).reshape(tensor.shape)
@@ -79,27 +83,47 @@ LLAMA = NameTable(
 MODEL_TYPE_TO_NAMES = {"llama": LLAMA}
 
 
-def iter_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """Yield name, tensor and the fraction of all bytes that this one completes; quantized tensors in ``dtype``.
+def iter_gguf(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor, float]]:
+    """Yield name, tensor and the fraction of all bytes that this one completes.
 
-    :raises UnsupportedModelError: a tensor type is not one that we dequantize; names it.
+    :raises UnsupportedModelError: a tensor type is not one that we read; names it.
     """
     file = checkpoint.gguf
     assert file is not None
     names = MODEL_TYPE_TO_NAMES[checkpoint.config["model_type"]]
     total = sum(tensor.num_bytes for tensor in file.tensors.values()) or 1
-    done = 0
+    done = released = 0
     for tensor in file.tensors.values():
         done += tensor.num_bytes
         if tensor.name in names.ignored:
             continue
         name, transform = names.translate(tensor.name)
-        value = dequantize(file.tensor_bytes(tensor.name), tensor.type_name, dtype)
+        value = _read(file, tensor)
         if value is None:
             feature = f"GGUF tensor type {tensor.type_name}"
             raise checkpoint.unsupported(
                 f"has {tensor.name!r} in {tensor.type_name}, which we do not read", feature=feature
             )
-        value = value.view(tensor.shape)
-        yield name, value if transform is None else transform(value, checkpoint.config), done / total
+        yield name, value if transform is None else _transformed(value, transform, checkpoint.config), done / total
+        if done - released >= RELEASE_BYTES:
+            file.release()
+            released = done
     file.release()
+
+
+def _read(file: GGUFFile, tensor: GGUFTensor) -> torch.Tensor | QuantizedTensor | None:
+    """Return ``tensor``; ``None`` if it is of a type that we do not read. Only matrices stay quantized."""
+    data = file.tensor_bytes(tensor.name)
+    if tensor.type_name in TYPE_TO_FUNCTION and len(tensor.shape) == 2:
+        rows = torch.frombuffer(data, dtype=torch.uint8).view(tensor.shape[0], -1)
+        return QuantizedTensor(tensor.type_name, rows)
+    value = dequantize(data, tensor.type_name, torch.float32)
+    return None if value is None else value.view(tensor.shape)
+
+
+def _transformed(
+    value: torch.Tensor | QuantizedTensor, transform: Transform, config: Mapping[str, Any]
+) -> torch.Tensor | QuantizedTensor:
+    if isinstance(value, QuantizedTensor):  # whole rows change their places, so it does not matter what is in them
+        return replace(value, blocks=transform(value.blocks, config))
+    return transform(value, config)

@@ -19,6 +19,8 @@ from asyncllm.attention.base import AttentionBackend, KVCache
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from asyncllm.loader import QuantizedTensor
+
 __all__ = ["CausalLM", "ForwardContext", "StepModel"]
 
 
@@ -58,8 +60,10 @@ class CausalLM(nn.Module, ABC):
     max_position: int
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every tensor by its checkpoint name, cast to the model's dtype.
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]]) -> None:
+        """Take every tensor by its checkpoint name.
+
+        What is kept as a parameter is dequantized and cast to the model's dtype.
 
         :raises CheckpointError: a tensor is missing, unknown or of the wrong shape; names it.
         """

@@ -17,7 +17,7 @@ from torch import nn
 from asyncllm.layers.activation import apply_gated, get_activation
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.embedding import Embedding
-from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear import Destination, Linear, LinearMethod
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding, Rotation, apply_rotary, rope_parameters
 from asyncllm.models.base import CausalLM, ForwardContext
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from asyncllm.checkpoint import Checkpoint
+    from asyncllm.loader import QuantizedTensor
 
 __all__ = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
 
@@ -62,14 +63,14 @@ class LlamaLayout(msgspec.Struct, kw_only=True):
 class LlamaAttention(nn.Module):
     """Rotated, grouped self-attention with fused query, key and value projections."""
 
-    def __init__(self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, **where: Any) -> None:
+    def __init__(self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, **how: Any) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = model.num_heads, model.num_kv_heads, model.head_dim
         self.num_rotated = self.num_heads + self.num_kv_heads
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden_size = model.settings.hidden_size
-        self.qkv_proj = Linear(hidden_size, (q_size, kv_size, kv_size), bias=layout.qkv_bias, **where)
-        self.o_proj = Linear(q_size, hidden_size, bias=layout.out_bias, **where)
+        self.qkv_proj = Linear(hidden_size, (q_size, kv_size, kv_size), bias=layout.qkv_bias, **how)
+        self.o_proj = Linear(q_size, hidden_size, bias=layout.out_bias, **how)
         self.attention = Attention(index, scale=self.head_dim**-0.5, window=layout.windows[index])
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
@@ -80,8 +81,8 @@ class LlamaAttention(nn.Module):
         attended = self.attention(query, key, heads[:, self.num_rotated :], context)  # [T, H * D]
         return self.o_proj(attended)
 
-    def destinations(self, name: str) -> dict[str, torch.Tensor]:
-        """Return which parameter each checkpoint tensor fills."""
+    def destinations(self, name: str) -> dict[str, Destination]:
+        """Return where each checkpoint tensor goes."""
         return {
             **self.qkv_proj.destinations(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
             **self.o_proj.destinations(f"{name}.o_proj"),
@@ -91,11 +92,11 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """Gated MLP with fused gate and up projections."""
 
-    def __init__(self, settings: LlamaSettings, **where: Any) -> None:
+    def __init__(self, settings: LlamaSettings, **how: Any) -> None:
         super().__init__()
         self.size = settings.intermediate_size
-        self.gate_up_proj = Linear(settings.hidden_size, (self.size, self.size), bias=settings.mlp_bias, **where)
-        self.down_proj = Linear(self.size, settings.hidden_size, bias=settings.mlp_bias, **where)
+        self.gate_up_proj = Linear(settings.hidden_size, (self.size, self.size), bias=settings.mlp_bias, **how)
+        self.down_proj = Linear(self.size, settings.hidden_size, bias=settings.mlp_bias, **how)
         self.activation = get_activation(settings.hidden_act)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -103,8 +104,8 @@ class LlamaMLP(nn.Module):
         gate_up = self.gate_up_proj(hidden)  # [T, 2 * intermediate]
         return self.down_proj(apply_gated(self.activation, gate_up, self.size))
 
-    def destinations(self, name: str) -> dict[str, torch.Tensor]:
-        """Return which parameter each checkpoint tensor fills."""
+    def destinations(self, name: str) -> dict[str, Destination]:
+        """Return where each checkpoint tensor goes."""
         return {
             **self.gate_up_proj.destinations(f"{name}.gate_proj", f"{name}.up_proj"),
             **self.down_proj.destinations(f"{name}.down_proj"),
@@ -114,21 +115,23 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each on a normalised copy and added to the residual stream in place."""
 
-    def __init__(self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, **where: Any) -> None:
+    def __init__(
+        self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, *, method: LinearMethod, **where: Any
+    ) -> None:
         super().__init__()
         settings = model.settings
         self.input_layernorm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
-        self.self_attn = LlamaAttention(index, model, layout, **where)
+        self.self_attn = LlamaAttention(index, model, layout, method=method, **where)
         self.post_attention_layernorm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
-        self.mlp = LlamaMLP(settings, **where)
+        self.mlp = LlamaMLP(settings, method=method, **where)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> None:
         """Add the layer's output to ``hidden`` [T, hidden] in place."""
         hidden.add_(self.self_attn(self.input_layernorm(hidden), rotation, context))
         hidden.add_(self.mlp(self.post_attention_layernorm(hidden)))
 
-    def destinations(self, name: str) -> dict[str, torch.Tensor]:
-        """Return which parameter each checkpoint tensor fills."""
+    def destinations(self, name: str) -> dict[str, Destination]:
+        """Return where each checkpoint tensor goes."""
         return {
             **self.input_layernorm.destinations(f"{name}.input_layernorm"),
             **self.self_attn.destinations(f"{name}.self_attn"),
@@ -141,23 +144,30 @@ class LlamaForCausalLM(CausalLM):
     """Llama, and the frame of its relatives, which override :meth:`layout`."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_position: int | None = None
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear_method: LinearMethod,
+        max_position: int | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings = read_settings(checkpoint, LlamaSettings)
         where: dict[str, Any] = {"dtype": dtype, "device": device}
+        how: dict[str, Any] = {"method": linear_method, **where}
         self._set_shape(checkpoint, max_position)
         layout = self.layout(checkpoint.text_config)
-        self.embed_tokens = Embedding(settings.vocab_size, settings.hidden_size, **where)
+        self.embed_tokens = Embedding(settings.vocab_size, settings.hidden_size, **how)
         parameters = rope_parameters(checkpoint.text_config)
         self.rotary = RotaryEmbedding(self.head_dim, self.max_position, parameters, **where)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(index, self, layout, **where) for index in range(settings.num_hidden_layers)
+            LlamaDecoderLayer(index, self, layout, **how) for index in range(settings.num_hidden_layers)
         )
         self.norm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
-        self.lm_head = Linear(settings.hidden_size, settings.vocab_size, bias=False, **where)
+        self.lm_head = Linear(settings.hidden_size, settings.vocab_size, bias=False, **how)
         if settings.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.tie(self.embed_tokens)
 
     def _set_shape(self, checkpoint: Checkpoint, max_position: int | None) -> None:
         settings = self.settings
@@ -176,16 +186,16 @@ class LlamaForCausalLM(CausalLM):
         bias = self.settings.attention_bias
         return LlamaLayout(qkv_bias=bias, out_bias=bias, windows=[None] * self.num_layers)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every tensor by its checkpoint name, cast to the model's dtype.
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]]) -> None:
+        """Take every tensor by its checkpoint name.
 
         :raises CheckpointError: a tensor is missing, unknown or of the wrong shape; names it.
         """
         tied = self.settings.tie_word_embeddings
         fill(self.destinations(), weights, optional=frozenset(["lm_head.weight"] if tied else []))
 
-    def destinations(self) -> dict[str, torch.Tensor]:
-        """Return which parameter each checkpoint tensor fills."""
+    def destinations(self) -> dict[str, Destination]:
+        """Return where each checkpoint tensor goes."""
         found = self.embed_tokens.destinations("model.embed_tokens")
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, LlamaDecoderLayer)

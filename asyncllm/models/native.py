@@ -1,7 +1,7 @@
 """A loaded model as one native call per step: its modules become a :class:`~asyncllm.kernels.decoder.DecoderSpec`.
 
-The model's linear layers must have been prepared by :class:`~asyncllm.layers.linear_native.NativeLinearMethod`
-(``build_model(..., linear_method=NativeLinearMethod(kernels))``); the description points at the weights that it packed.
+The model must keep its weights by :class:`~asyncllm.layers.linear_native.NativeLinearMethod`
+(``build_model(..., linear_method=NativeLinearMethod(kernels))``); the description points at what that packed.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import nn
 
 from asyncllm.errors import UnsupportedModelError
-from asyncllm.kernels.base import Activation, Format, Norm, NormKind, PackedWeight, Rotary
+from asyncllm.kernels.base import Activation, Format, Norm, NormKind, Rotary
 from asyncllm.kernels.decoder import DecoderSpec, LayerSpec
 from asyncllm.layers.linear_native import packed_parts
 from asyncllm.layers.norm import LayerNorm, RMSNorm
@@ -21,9 +19,10 @@ from asyncllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from asyncllm.models.opt import POSITION_OFFSET, OPTDecoderLayer, OPTForCausalLM
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from asyncllm.kernels.base import Kernels
-    from asyncllm.layers.embedding import Embedding
-    from asyncllm.layers.linear import Linear
     from asyncllm.models.base import CausalLM, ForwardContext
 
 __all__ = ["NativeModel", "describe"]
@@ -43,7 +42,7 @@ NAME_TO_ACTIVATION = {
 class NativeModel:
     """All layers of a loaded model as one native call per step, and the head as another.
 
-    ``model`` gives its weights away and is not to be called any more. Steps need the plan and the caches of
+    Steps need the plan and the caches of
     :class:`asyncllm.attention.native.NativeAttention`.
 
     :raises UnsupportedModelError: see :func:`describe`.
@@ -51,7 +50,7 @@ class NativeModel:
 
     def __init__(self, model: CausalLM, kernels: Kernels, *, block_size: int) -> None:
         self._kernels = kernels
-        self._spec = describe(model, kernels, block_size=block_size)
+        self._spec = describe(model, block_size=block_size)
         self._decoder = kernels.make_decoder(self._spec)
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -68,20 +67,20 @@ class NativeModel:
         return self._kernels.linear(hidden, self._spec.head)
 
 
-def describe(model: CausalLM, kernels: Kernels, *, block_size: int, kv_format: Format = Format.F32) -> DecoderSpec:
-    """Return ``model`` as ``kernels`` run it. A tied embedding is from then on read from the packed head.
+def describe(model: CausalLM, *, block_size: int, kv_format: Format = Format.F32) -> DecoderSpec:
+    """Return ``model`` as the kernels that packed its weights run it.
 
     :raises UnsupportedModelError: its family or one of its functions is not among those that the native step knows.
     """
     if isinstance(model, LlamaForCausalLM):
-        return describe_llama(model, kernels, block_size, kv_format)
+        return describe_llama(model, block_size, kv_format)
     if isinstance(model, OPTForCausalLM):
-        return describe_opt(model, kernels, block_size, kv_format)
+        return describe_opt(model, block_size, kv_format)
     name = type(model).__name__
     raise UnsupportedModelError(f"{name} has no native step", feature=name)
 
 
-def describe_llama(model: LlamaForCausalLM, kernels: Kernels, block_size: int, kv_format: Format) -> DecoderSpec:
+def describe_llama(model: LlamaForCausalLM, block_size: int, kv_format: Format) -> DecoderSpec:
     """Return Llama and its relatives."""
     table = model.rotary.table.float()
     rotary = Rotary(cos=table[:, 0].contiguous(), sin=table[:, 1].contiguous())
@@ -107,7 +106,7 @@ def describe_llama(model: LlamaForCausalLM, kernels: Kernels, block_size: int, k
                 window=layer.self_attn.attention.window,
             )
         )
-    embedding, head = embedding_and_head(model.embed_tokens, model.lm_head, model.settings.tie_word_embeddings, kernels)
+    (embedding,), (head,) = packed_parts(model.embed_tokens), packed_parts(model.lm_head)
     return DecoderSpec(
         hidden_size=model.settings.hidden_size,
         num_heads=model.num_heads,
@@ -123,7 +122,7 @@ def describe_llama(model: LlamaForCausalLM, kernels: Kernels, block_size: int, k
     )
 
 
-def describe_opt(model: OPTForCausalLM, kernels: Kernels, block_size: int, kv_format: Format) -> DecoderSpec:
+def describe_opt(model: OPTForCausalLM, block_size: int, kv_format: Format) -> DecoderSpec:
     """Return OPT in both of its shapes."""
     layers: list[LayerSpec] = []
     for layer in model.layers:
@@ -143,7 +142,7 @@ def describe_opt(model: OPTForCausalLM, kernels: Kernels, block_size: int, kv_fo
                 attention_scale=layer.attention.scale,
             )
         )
-    embedding, head = embedding_and_head(model.embed_tokens, model.lm_head, model.settings.tie_word_embeddings, kernels)
+    (embedding,), (head,) = packed_parts(model.embed_tokens), packed_parts(model.lm_head)
     return DecoderSpec(
         hidden_size=model.settings.hidden_size,
         num_heads=model.num_heads,
@@ -162,16 +161,6 @@ def describe_opt(model: OPTForCausalLM, kernels: Kernels, block_size: int, kv_fo
         final_norm=norm_of(model.final_layer_norm),
         head=head,
     )
-
-
-def embedding_and_head(
-    embedding: Embedding, head: Linear, tied: bool, kernels: Kernels
-) -> tuple[PackedWeight, PackedWeight]:
-    """Return embedding table and head: one weight for both where they are tied."""
-    (packed,) = packed_parts(head)
-    table = packed if tied else kernels.pack(embedding.weight)
-    embedding.weight.data = torch.empty(0)
-    return table, packed
 
 
 def norm_of(module: RMSNorm | LayerNorm | None) -> Norm:

@@ -18,7 +18,7 @@ from torch import nn
 from asyncllm.layers.activation import get_activation
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.embedding import Embedding, LearnedPositions
-from asyncllm.layers.linear import Linear
+from asyncllm.layers.linear import Destination, Linear, LinearMethod
 from asyncllm.layers.norm import LayerNorm
 from asyncllm.models.base import CausalLM, ForwardContext
 from asyncllm.models.settings import Count, read_settings
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from asyncllm.checkpoint import Checkpoint
+    from asyncllm.loader import QuantizedTensor
 
 __all__ = ["OPTForCausalLM"]
 
@@ -56,20 +57,21 @@ class OPTSettings(msgspec.Struct, kw_only=True):
 class OPTDecoderLayer(nn.Module):
     """Attention and MLP, each normalised before or after it is added to the residual stream."""
 
-    def __init__(self, index: int, settings: OPTSettings, **where: Any) -> None:
+    def __init__(self, index: int, settings: OPTSettings, *, method: LinearMethod, **where: Any) -> None:
         super().__init__()
         size, bias, affine = settings.hidden_size, settings.enable_bias, settings.layer_norm_elementwise_affine
+        how: dict[str, Any] = {"method": method, **where}
         self.norm_before = settings.do_layer_norm_before
         self.num_heads = settings.num_attention_heads
         self.head_dim = size // self.num_heads
         self.self_attn_layer_norm = LayerNorm(size, affine=affine, **where)
-        self.qkv_proj = Linear(size, (size, size, size), bias=bias, **where)
+        self.qkv_proj = Linear(size, (size, size, size), bias=bias, **how)
         self.attention = Attention(index, scale=self.head_dim**-0.5)
-        self.out_proj = Linear(size, size, bias=bias, **where)
+        self.out_proj = Linear(size, size, bias=bias, **how)
         self.final_layer_norm = LayerNorm(size, affine=affine, **where)
-        self.fc1 = Linear(size, settings.ffn_dim, bias=bias, **where)
+        self.fc1 = Linear(size, settings.ffn_dim, bias=bias, **how)
         self.activation = get_activation(settings.activation_function)
-        self.fc2 = Linear(settings.ffn_dim, size, bias=bias, **where)
+        self.fc2 = Linear(settings.ffn_dim, size, bias=bias, **how)
 
     def forward(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Return the residual stream after this layer; ``hidden`` [T, hidden] is changed."""
@@ -86,8 +88,8 @@ class OPTDecoderLayer(nn.Module):
     def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.fc2(self.activation(self.fc1(hidden)))
 
-    def destinations(self, name: str) -> dict[str, torch.Tensor]:
-        """Return which parameter each checkpoint tensor fills."""
+    def destinations(self, name: str) -> dict[str, Destination]:
+        """Return where each checkpoint tensor goes."""
         attention = f"{name}.self_attn"
         return {
             **self.qkv_proj.destinations(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
@@ -103,28 +105,35 @@ class OPTForCausalLM(CausalLM):
     """OPT with its head."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_position: int | None = None
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear_method: LinearMethod,
+        max_position: int | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings = read_settings(checkpoint, OPTSettings)
         where: dict[str, Any] = {"dtype": dtype, "device": device}
+        how: dict[str, Any] = {"method": linear_method, **where}
         self._set_shape(checkpoint, max_position)
         size = settings.hidden_size
         embed_size = settings.word_embed_proj_dim or size
-        self.embed_tokens = Embedding(settings.vocab_size, embed_size, **where)
+        self.embed_tokens = Embedding(settings.vocab_size, embed_size, **how)
         self.embed_positions = LearnedPositions(settings.max_position_embeddings, size, POSITION_OFFSET, **where)
         projected = embed_size != size
-        self.project_in = Linear(embed_size, size, bias=False, **where) if projected else None
-        self.project_out = Linear(size, embed_size, bias=False, **where) if projected else None
+        self.project_in = Linear(embed_size, size, bias=False, **how) if projected else None
+        self.project_out = Linear(size, embed_size, bias=False, **how) if projected else None
         self.layers = nn.ModuleList(
-            OPTDecoderLayer(index, settings, **where) for index in range(settings.num_hidden_layers)
+            OPTDecoderLayer(index, settings, **how) for index in range(settings.num_hidden_layers)
         )
         normed = settings.do_layer_norm_before and not settings.remove_final_layer_norm
         affine = settings.layer_norm_elementwise_affine
         self.final_layer_norm = LayerNorm(size, affine=affine, **where) if normed else None
-        self.lm_head = Linear(embed_size, settings.vocab_size, bias=False, **where)
+        self.lm_head = Linear(embed_size, settings.vocab_size, bias=False, **how)
         if settings.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.tie(self.embed_tokens)
 
     def _set_shape(self, checkpoint: Checkpoint, max_position: int | None) -> None:
         settings = self.settings
@@ -137,16 +146,16 @@ class OPTForCausalLM(CausalLM):
             sizes = f"hidden_size {settings.hidden_size} and {self.num_heads} attention heads"
             raise checkpoint.damaged(f"has {sizes}; the first must be a multiple of the second")
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take every tensor by its checkpoint name, cast to the model's dtype.
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]]) -> None:
+        """Take every tensor by its checkpoint name.
 
         :raises CheckpointError: a tensor is missing, unknown or of the wrong shape; names it.
         """
         tied = self.settings.tie_word_embeddings
         fill(self.destinations(), weights, optional=frozenset(["lm_head.weight"] if tied else []))
 
-    def destinations(self) -> dict[str, torch.Tensor]:
-        """Return which parameter each checkpoint tensor fills."""
+    def destinations(self) -> dict[str, Destination]:
+        """Return where each checkpoint tensor goes."""
         decoder = "model.decoder"
         found = self.embed_tokens.destinations(f"{decoder}.embed_tokens")
         found.update(self.embed_positions.destinations(f"{decoder}.embed_positions"))

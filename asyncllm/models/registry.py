@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from asyncllm.errors import ModelError
-from asyncllm.layers.linear import LinearMethod, use_linear_method
+from asyncllm.layers.linear import LinearMethod, prepare_linear_layers
 from asyncllm.layers.linear_onednn import default_linear_method
 from asyncllm.loader import iter_weights
 
@@ -33,7 +33,13 @@ ARCHITECTURE_TO_CLASS = {
 
 class _Constructor(Protocol):
     def __call__(
-        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_position: int | None
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear_method: LinearMethod,
+        max_position: int | None,
     ) -> CausalLM: ...
 
 
@@ -54,23 +60,24 @@ def build_model(
     """Return the model of ``checkpoint`` with its weights, in ``dtype`` on ``device``, ready for inference.
 
     ``max_position`` bounds the tables of positions where sequences will be shorter than the model allows.
-    ``linear_method`` is how linear layers keep and apply their weights, by default the fastest that torch brings for
-    ``dtype`` and ``device``. ``report`` gets the loaded fraction of the weights' bytes, from 0 to 1. Peak memory is
-    the model plus its largest tensor.
+    ``linear_method`` is how embeddings and linear layers keep and apply their weights, by default the fastest that
+    torch brings for ``dtype`` and ``device``. ``report`` gets the loaded fraction of the weights' bytes, from 0 to 1.
+    Peak memory is the model, in the form that its method keeps, plus its largest tensor.
 
     :raises UnsupportedModelError: the architecture, its quantization, or something in its configuration is not
     supported.
     :raises CheckpointError: configuration and weights contradict each other, or a file is damaged.
     """
     construct = _find_class(checkpoint)
+    method = linear_method or default_linear_method(dtype, device)
     try:
-        model = construct(checkpoint, dtype=dtype, device=device, max_position=max_position)
-        model.load_weights(iter_weights(checkpoint, dtype, report))
+        model = construct(checkpoint, dtype=dtype, device=device, linear_method=method, max_position=max_position)
+        model.load_weights(iter_weights(checkpoint, report))
     except ModelError as error:
         if error.model is None:  # raised by a block that does not know whose it is
             error.model = checkpoint.source
         raise
-    use_linear_method(model, linear_method or default_linear_method(dtype, device))
+    prepare_linear_layers(model)
     return model.eval()
 
 

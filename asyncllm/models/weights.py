@@ -1,19 +1,22 @@
-"""Filling a model's parameters from a stream of named tensors, each checked and copied once.
+"""Filling a model from a stream of named tensors, each checked and taken once.
 
-Invariant: after :func:`fill` every parameter was written exactly once; anything missing, unknown or of another shape
-is an error that names the tensor.
+Invariant: after :func:`fill` every destination got its tensor exactly once; anything missing, unknown or of another
+shape is an error that names the tensor.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from asyncllm.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    import torch
+    from asyncllm.layers.linear import Destination
+    from asyncllm.loader import QuantizedTensor
 
 __all__ = ["fill"]
 
@@ -22,12 +25,12 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def fill(
-    destinations: Mapping[str, torch.Tensor],
-    weights: Iterable[tuple[str, torch.Tensor]],
+    destinations: Mapping[str, Destination],
+    weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]],
     *,
     optional: frozenset[str] = frozenset(),
 ) -> None:
-    """Copy every tensor of ``weights`` into its destination, cast to the destination's dtype.
+    """Give every tensor of ``weights`` to its destination; memory gets it dequantized and cast to its own dtype.
 
     A checkpoint saved without the head names its tensors without the leading ``model.``; both forms are taken. Tensors
     named in ``optional`` may be there, and are not read: the copy of a tied head, for one.
@@ -44,10 +47,15 @@ def fill(
         destination = waiting.pop(target, None)
         if destination is None:
             raise CheckpointError(f"the checkpoint has the tensor {target!r} twice")
-        if destination.shape != tensor.shape:
-            found, expected = tuple(tensor.shape), tuple(destination.shape)
+        found, expected = tuple(tensor.shape), tuple(destination.shape)
+        if found != expected:
             raise CheckpointError(f"tensor {name!r} has the shape {found}; the configuration makes it {expected}")
-        destination.copy_(tensor)
+        if not isinstance(destination, torch.Tensor):
+            destination.take(tensor)
+        elif isinstance(tensor, torch.Tensor):
+            destination.copy_(tensor)
+        else:
+            destination.copy_(tensor.dequantize(destination.dtype))
     if waiting:
         first, *others = waiting
         more = f" and {len(others)} more" if others else ""

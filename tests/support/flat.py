@@ -9,14 +9,21 @@ import numpy as np
 import torch
 
 from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch
+from asyncllm.attention.native import NativeAttention
 from asyncllm.attention.reference import ReferenceAttention
-from asyncllm.models.base import CausalLM, ForwardContext
+from asyncllm.kernels.base import Kernels
+from asyncllm.models.base import CausalLM, ForwardContext, StepModel
+from asyncllm.models.native import NativeModel
 
 BLOCK_SIZE = 4
+NATIVE_BLOCK_SIZE = 16
 
 
 class FlatDriver:
-    """Keeps the rows of a model: each row has its own blocks, interleaved with those of the others."""
+    """Keeps the rows of a model: each row has its own blocks, interleaved with those of the others.
+
+    With ``kernels``, by which the model must have been built, it runs as one native call per step.
+    """
 
     def __init__(
         self,
@@ -25,8 +32,12 @@ class FlatDriver:
         max_rows: int = 4,
         max_tokens: int = 96,
         backend_class: type[AttentionBackend] = ReferenceAttention,
+        kernels: Kernels | None = None,
     ) -> None:
-        self.model = model
+        self.block_size = BLOCK_SIZE if kernels is None else NATIVE_BLOCK_SIZE
+        self.model: StepModel = model
+        if kernels is not None:
+            self.model, backend_class = NativeModel(model, kernels, block_size=self.block_size), NativeAttention
         dtype = next(model.parameters()).dtype
         self.backend = backend_class(
             AttentionSpec(
@@ -34,12 +45,13 @@ class FlatDriver:
                 num_heads=model.num_heads,
                 num_kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
-                block_size=BLOCK_SIZE,
+                block_size=self.block_size,
                 dtype=dtype,
                 device=torch.device("cpu"),
+                kernels=kernels,
             )
         )
-        self.max_blocks = -(-max_tokens // BLOCK_SIZE)
+        self.max_blocks = -(-max_tokens // self.block_size)
         self.max_rows = max_rows
         self.kv_caches = self.backend.allocate(1 + max_rows * self.max_blocks)
         self.num_computed = [0] * max_rows
@@ -55,7 +67,9 @@ class FlatDriver:
             [self.num_computed[row] + np.arange(n) for row, n in zip(rows, lengths, strict=True)]
         )
         owners = np.repeat(rows, lengths)
-        slots = (1 + owners + self.max_rows * (positions // BLOCK_SIZE)) * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = (
+            1 + owners + self.max_rows * (positions // self.block_size)
+        ) * self.block_size + positions % self.block_size
         batch = FlatBatch(
             query_lens=np.array(lengths, np.int32),
             seq_lens=np.array([self.num_computed[row] + n for row, n in zip(rows, lengths, strict=True)], np.int32),

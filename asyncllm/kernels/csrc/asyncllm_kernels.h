@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define ALLM_ABI_VERSION 1
+#define ALLM_ABI_VERSION 2
 #define ALLM_API __attribute__((visibility("default")))
 
 enum allm_status { ALLM_OK = 0, ALLM_NO_MEMORY = -1, ALLM_BAD_ARGUMENT = -2 };
@@ -31,6 +31,9 @@ enum allm_format {
     ALLM_Q8_0 = 3,  // GGUF: 32 int8 and one fp16 scale
     ALLM_Q4_0 = 4,  // GGUF: 32 nibbles and one fp16 scale
     ALLM_Q4_1 = 5,  // GGUF: 32 nibbles, one fp16 scale and one fp16 minimum
+    ALLM_Q4_K = 6,  // GGUF: 256 nibbles, 8 scales and 8 minima of 6 bits, an fp16 factor for each
+    ALLM_Q5_K = 7,  // GGUF: the same with 5 bits
+    ALLM_Q6_K = 8,  // GGUF: 256 numbers of 6 bits, 16 int8 scales, their fp16 factor
 };
 
 enum allm_activation { ALLM_NONE = 0, ALLM_RELU = 1, ALLM_SILU = 2, ALLM_GELU_TANH = 3, ALLM_GELU = 4 };

@@ -18,10 +18,11 @@ float source_value(int32_t format, const void* source, int64_t index) {
 template <class Format>
 void pack_row(uint8_t* panel, int column, int64_t k, int32_t source_format, const void* source, int64_t row) {
     if constexpr (Format::QUANTIZED) {
-        int64_t blocks = k / Format::BLOCK;
-        const uint8_t* from = (const uint8_t*)source + row * blocks * Format::SOURCE_BYTES;
-        for (int64_t b = 0; b < blocks; b++)
-            Format::put_block(panel + b * Format::BYTES, column, from + b * Format::SOURCE_BYTES);
+        constexpr int PARTS_OF_SOURCE = Format::SOURCE_BLOCK / Format::BLOCK;
+        const uint8_t* from = (const uint8_t*)source + row * (k / Format::SOURCE_BLOCK) * Format::SOURCE_BYTES;
+        for (int64_t b = 0; b < k / Format::BLOCK; b++)
+            Format::put_block(panel + b * Format::BYTES, column, from + b / PARTS_OF_SOURCE * Format::SOURCE_BYTES,
+                              (int)(b % PARTS_OF_SOURCE));
     } else {
         for (int64_t i = 0; i < k; i++)
             Format::put(panel + i * Format::BYTES, 0, column, source_value(source_format, source, row * k + i));
@@ -50,7 +51,7 @@ int64_t allm_packed_bytes(int32_t format, int64_t n, int64_t k) {
     if (n < 1 || k < 1) return bytes;
     with_format(format, [&](auto f) {
         using Format = decltype(f);
-        if (k % Format::BLOCK == 0) bytes = ceil_div(n, P) * panel_bytes<Format>(k);
+        if (k % source_block<Format>() == 0) bytes = ceil_div(n, P) * panel_bytes<Format>(k);
     });
     return bytes;
 }

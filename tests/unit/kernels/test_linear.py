@@ -13,7 +13,9 @@ from asyncllm.kernels.native import NativeKernels
 from asyncllm.kernels.reference import TorchKernels, dequantize_blocks
 
 PLAIN = [Format.F32, Format.BF16, Format.F16]
-QUANTIZED = [Format.Q8_0, Format.Q4_0, Format.Q4_1]
+QUANTIZED = [stored_as for stored_as in Format if stored_as.is_quantized]
+FACTOR_OFFSETS = {Format.Q4_K: (0, 2), Format.Q5_K: (0, 2), Format.Q6_K: (208,)}
+"""Where the float16 of a block are, of those types that the ``gguf`` package does not write."""
 SHAPES = [(1, 1), (7, 100), (33, 64), (576, 576), (100, 1700)]
 ROWS = [*range(1, 27), 31, 64, 96, 97, 127, 128]
 
@@ -25,7 +27,18 @@ def plain(kernels: NativeKernels, n: int, k: int, stored_as: Format) -> tuple[to
 
 def blocks(n: int, k: int, stored_as: Format) -> torch.Tensor:
     kind = gguf.GGMLQuantizationType[stored_as.name]
+    if stored_as in FACTOR_OFFSETS:
+        return random_blocks(n, k, stored_as)
     return torch.from_numpy(gguf.quantize(np.random.default_rng(0).standard_normal((n, k), np.float32), kind))
+
+
+def random_blocks(n: int, k: int, stored_as: Format) -> torch.Tensor:
+    random = np.random.default_rng(0)
+    raw = random.integers(0, 256, (n * k // stored_as.block_values, stored_as.block_bytes), np.uint8)
+    for offset in FACTOR_OFFSETS[stored_as]:
+        factors = (random.standard_normal(len(raw)) * 0.01).astype(np.float16)
+        raw[:, offset : offset + 2] = factors.view(np.uint8).reshape(-1, 2)
+    return torch.from_numpy(raw.reshape(n, stored_as.row_bytes(k)))
 
 
 @pytest.mark.parametrize("stored_as", PLAIN, ids=lambda f: f.name)
@@ -42,9 +55,10 @@ def test_a_product_equals_torch_in_double(kernels: NativeKernels, stored_as: For
 def test_gguf_blocks_give_the_bits_of_their_dequantized_values(
     kernels: NativeKernels, stored_as: Format, rows: int
 ) -> None:
-    raw = blocks(100, 1088, stored_as)
+    k = 1280 if stored_as.block_values == 256 else 1088
+    raw = blocks(100, k, stored_as)
     values = torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[stored_as.name]))
-    x = torch.randn(rows, 1088)
+    x = torch.randn(rows, k)
     as_stored, dequantized = kernels.pack_blocks(raw, stored_as), kernels.pack(values, Format.F32)
     assert torch.equal(kernels.linear(x, as_stored), kernels.linear(x, dequantized))
     assert torch.equal(dequantize_blocks(raw, stored_as), values)
@@ -54,7 +68,7 @@ def test_gguf_blocks_give_the_bits_of_their_dequantized_values(
 def test_a_row_does_not_depend_on_the_other_rows_or_threads(
     kernels: NativeKernels, alone: NativeKernels, stored_as: Format
 ) -> None:
-    n, k = 200, 1056
+    n, k = 200, 1280 if stored_as.is_quantized else 1056
     if stored_as.is_quantized:
         weight = kernels.pack_blocks(blocks(n, k, stored_as), stored_as)
     else:
@@ -90,11 +104,11 @@ def test_rows_may_be_strided_on_both_sides(kernels: NativeKernels) -> None:
     assert (out[:, 55:] == 7).all()
 
 
-@pytest.mark.parametrize("stored_as", [Format.BF16, Format.Q4_1], ids=lambda f: f.name)
+@pytest.mark.parametrize("stored_as", [Format.BF16, *QUANTIZED], ids=lambda f: f.name)
 def test_a_weight_can_be_packed_piece_by_piece(kernels: NativeKernels, stored_as: Format) -> None:
-    rows = blocks(75, 64, stored_as) if stored_as.is_quantized else torch.randn(75, 64)
+    rows = blocks(75, 256, stored_as) if stored_as.is_quantized else torch.randn(75, 256)
     whole = kernels.pack_blocks(rows, stored_as) if stored_as.is_quantized else kernels.pack(rows, stored_as)
-    pieces = kernels.empty_weight(75, 64, stored_as)
+    pieces = kernels.empty_weight(75, 256, stored_as)
     for first, last in ((40, 75), (0, 13), (13, 40)):
         kernels.pack_rows(pieces, first, rows[first:last])
     assert torch.equal(pieces.data, whole.data)
@@ -103,7 +117,7 @@ def test_a_weight_can_be_packed_piece_by_piece(kernels: NativeKernels, stored_as
 @pytest.mark.parametrize("stored_as", [*PLAIN, *QUANTIZED], ids=lambda f: f.name)
 def test_rows_come_back_as_an_embedding(kernels: NativeKernels, stored_as: Format) -> None:
     if stored_as.is_quantized:
-        raw = blocks(75, 64, stored_as)
+        raw = blocks(75, 256, stored_as)
         weight, values = kernels.pack_blocks(raw, stored_as), dequantize_blocks(raw, stored_as)
     else:
         values, weight = plain(kernels, 75, 64, stored_as)
@@ -185,5 +199,7 @@ def test_wrong_shapes_are_refused_by_name(kernels: NativeKernels) -> None:
         kernels.linear(torch.randn(2, 8, dtype=torch.float64), weight)
     with pytest.raises(ValueError, match="10 x 33 cannot be stored as Q8_0"):
         kernels.empty_weight(10, 33, Format.Q8_0)
+    with pytest.raises(ValueError, match="10 x 288 cannot be stored as Q6_K"):
+        kernels.empty_weight(10, 288, Format.Q6_K)
     with pytest.raises(ValueError, match="rows 9 … 11 of 10"):
         kernels.pack_rows(weight, 9, torch.randn(2, 8))

@@ -14,7 +14,7 @@ from asyncllm.errors import UnsupportedModelError
 from asyncllm.layers.activation import NAME_TO_ACTIVATION, apply_gated, get_activation
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.embedding import Embedding, LearnedPositions
-from asyncllm.layers.linear import Linear, TorchLinearMethod, use_linear_method
+from asyncllm.layers.linear import Linear, TorchLinearMethod, prepare_linear_layers
 from asyncllm.layers.linear_onednn import OneDNNLinearMethod, default_linear_method
 from asyncllm.layers.norm import LayerNorm, RMSNorm
 
@@ -43,27 +43,30 @@ def test_no_bias_no_destination() -> None:
     assert list(Linear(8, 4, bias=False, **WHERE).destinations("o")) == ["o.weight"]
 
 
-def test_another_linear_method_drops_in_after_loading() -> None:
+def test_another_linear_method_drops_in() -> None:
     class Doubled(TorchLinearMethod):
         def prepare(self, layer: Linear) -> None:
             layer.weight.mul_(2)
 
-    model = nn.Sequential(Linear(4, 4, bias=False, **WHERE), Linear(4, 2, bias=False, **WHERE))
+    doubled = Doubled()
+    sizes = ((4, 4), (4, 2))
+    model = nn.Sequential(*(Linear(*size, bias=False, method=doubled, **WHERE) for size in sizes))
     for module in model:
         module.weight.copy_(torch.randn_like(module.weight))
     x = torch.randn(3, 4)
     before = model(x)
-    use_linear_method(model, Doubled())
+    prepare_linear_layers(model)
     torch.testing.assert_close(model(x), before * 4)
 
 
 @pytest.fixture
 def packed_pair() -> tuple[Linear, Linear]:
     """The same layer as loaded, and packed by oneDNN; 1536 is a width where a single row takes other code there."""
-    plain, packed = (Linear(1536, 40, bias=True, **WHERE) for _ in range(2))
+    methods = (TorchLinearMethod(), OneDNNLinearMethod())
+    plain, packed = (Linear(1536, 40, bias=True, method=method, **WHERE) for method in methods)
     for name, tensor in plain.destinations("x").items():
         packed.destinations("x")[name].copy_(tensor.normal_())
-    use_linear_method(packed, OneDNNLinearMethod())
+    prepare_linear_layers(packed)
     return plain, packed
 
 

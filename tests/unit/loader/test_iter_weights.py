@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
 from asyncllm.checkpoint import open_checkpoint
+from asyncllm.checkpoint.gguf import GGUFFile
 from asyncllm.errors import CheckpointError, UnsupportedModelError
-from asyncllm.loader import iter_weights
+from asyncllm.loader import QuantizedTensor, gguf, iter_weights
 from tests.support.gguf_files import LLAMA_METADATA, llama_tensors, write_gguf
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.ones(4), "c": torch.full((5,), 2.0)}
@@ -27,8 +29,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in iter_weights(open_checkpoint(str(path)), dtype)}
+def load(path: Path) -> dict[str, torch.Tensor]:
+    weights = iter_weights(open_checkpoint(str(path)))
+    return {name: tensor.clone() for name, tensor in weights if isinstance(tensor, torch.Tensor)}
+
+
+def load_quantized(path: Path) -> dict[str, QuantizedTensor]:
+    weights = iter_weights(open_checkpoint(str(path)))
+    return {
+        name: replace(tensor, blocks=tensor.blocks.clone())
+        for name, tensor in weights
+        if isinstance(tensor, QuantizedTensor)
+    }
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -116,7 +128,7 @@ def test_numbers_that_are_no_plain_floats_are_refused_by_name(folder: Path, dtyp
 def test_progress_ends_at_all_of_it(folder: Path) -> None:
     write_shards(folder)
     fractions: list[float] = []
-    assert len(list(iter_weights(open_checkpoint(str(folder)), torch.float32, fractions.append))) == 3
+    assert len(list(iter_weights(open_checkpoint(str(folder)), fractions.append))) == 3
     assert fractions == sorted(fractions)
     assert len(fractions) == 3
     assert 0 < fractions[0] < fractions[-1] <= 1
@@ -192,16 +204,43 @@ def test_query_and_key_rows_are_put_back_from_rotary_pairs(tmp_path: Path, name:
     assert torch.equal(found, torch.from_numpy(original))
 
 
-def test_quantized_tensors_come_in_the_target_dtype(tmp_path: Path) -> None:
-    numbers = llama_tensors()["blk.0.ffn_up.weight"]
-    packed = quantize(numbers, GGMLQuantizationType.Q8_0)
-    name = "blk.0.ffn_up.weight"
-    path = tmp_path / "m.gguf"
-    write_gguf(path, tensors=llama_tensors() | {name: packed}, raw_types={name: GGMLQuantizationType.Q8_0})
-    found = load(path, torch.bfloat16)["model.layers.0.mlp.up_proj.weight"]
-    assert found.dtype == torch.bfloat16
-    assert found.shape == (64, 32)
-    assert (found.float() - torch.from_numpy(numbers)).abs().max() < 0.05
+def test_quantized_matrices_come_as_their_blocks(tmp_path: Path) -> None:
+    name, kind = "blk.0.ffn_up.weight", GGMLQuantizationType.Q8_0
+    packed = quantize(llama_tensors()[name], kind)
+    path = write_gguf(tmp_path / "m.gguf", tensors=llama_tensors() | {name: packed}, raw_types={name: kind})
+    found = load_quantized(path)
+    assert list(found) == ["model.layers.0.mlp.up_proj.weight"]
+    (up,) = found.values()
+    assert (up.type_name, up.shape) == ("Q8_0", (64, 32))
+    assert np.array_equal(up.blocks.numpy(), packed)
+    numbers = up.dequantize(torch.bfloat16)
+    assert torch.equal(numbers, torch.from_numpy(dequantize(packed, kind)).bfloat16())
+
+
+def test_quantized_rows_are_put_back_from_rotary_pairs(tmp_path: Path) -> None:
+    name, kind = "blk.0.attn_q.weight", GGMLQuantizationType.Q4_1
+    packed = quantize(llama_tensors()[name], kind)
+    path = write_gguf(tmp_path / "m.gguf", tensors=llama_tensors() | {name: packed}, raw_types={name: kind})
+    found = load_quantized(path)["model.layers.0.self_attn.q_proj.weight"]
+    plain = write_gguf(tmp_path / "p.gguf", tensors=llama_tensors() | {name: dequantize(packed, kind)})
+    expected = load(plain)["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(found.dequantize(torch.float32), expected)
+
+
+def test_a_quantized_vector_comes_as_numbers(tmp_path: Path) -> None:
+    name, kind = "output_norm.weight", GGMLQuantizationType.Q8_0
+    packed = quantize(llama_tensors()[name], kind)
+    path = write_gguf(tmp_path / "m.gguf", tensors=llama_tensors() | {name: packed}, raw_types={name: kind})
+    assert torch.equal(load(path)["model.norm.weight"], torch.from_numpy(dequantize(packed, kind)))
+
+
+def test_memory_of_the_file_is_let_go_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "RELEASE_BYTES", 1)
+    path = write_gguf(tmp_path / "m.gguf")
+    calls: list[None] = []
+    monkeypatch.setattr(GGUFFile, "release", lambda file: calls.append(None))
+    found = load(path)
+    assert len(calls) == len(found) + 1
 
 
 def test_a_tensor_type_that_we_do_not_read_is_refused_by_name(tmp_path: Path) -> None:
@@ -216,6 +255,6 @@ def test_a_tensor_type_that_we_do_not_read_is_refused_by_name(tmp_path: Path) ->
 def test_gguf_progress_ends_at_one(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", LLAMA_METADATA)
     fractions: list[float] = []
-    list(iter_weights(open_checkpoint(str(path)), torch.float32, fractions.append))
+    list(iter_weights(open_checkpoint(str(path)), fractions.append))
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
