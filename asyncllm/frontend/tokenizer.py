@@ -55,6 +55,8 @@ class ByteFallbackRules(msgspec.Struct, frozen=True):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
+    merges: msgspec.Raw = msgspec.Raw(b"[]")
+    continuing_subword_prefix: str | None = None
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -103,8 +105,9 @@ class Tokenizer:
         import tokenizers
 
         try:
-            self._backend = tokenizers.Tokenizer.from_buffer(content)
             file = msgspec.json.decode(content, type=_TokenizerFile)
+            _check_merges(file.model)
+            self._backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(
                 f"the tokenizer of {source!r} cannot be read: {error}", model=source, file="tokenizer.json"
@@ -329,6 +332,20 @@ def _replaced(token: str, replacements: tuple[tuple[str, str], ...]) -> str:
 
 
 # --------------------------------------------------------------------------------------- reading tokenizer.json
+def _check_merges(model: _Model) -> None:
+    """Refuse merges that the library would cut in the middle of a character: it ends the whole process on that.
+
+    :raises ValueError: the second half of a merge lacks the prefix that the model says it has.
+    """
+    prefix = model.continuing_subword_prefix
+    if not prefix:
+        return
+    for merge in msgspec.json.decode(model.merges, type=list[str | tuple[str, str]]):
+        second = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
+        if not second.startswith(prefix):
+            raise ValueError(f"the merge {merge!r} lacks the continuing_subword_prefix {prefix!r}")
+
+
 def _decode_style(decoder: dict[str, Any] | None) -> tuple[DecodeStyle, ByteFallbackRules]:
     general = DecodeStyle.GENERAL, ByteFallbackRules(has_byte_tokens=False)
     if decoder is None:

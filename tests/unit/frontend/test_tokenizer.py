@@ -191,3 +191,18 @@ def test_smollm2_ids_equal_transformers(smollm2_gguf: Path, smollm2_folder: Path
 def test_a_damaged_file_is_a_checkpoint_error(content: bytes) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         Tokenizer(content, {}, source="m")
+
+
+@pytest.mark.parametrize("merges", [["a ä"], [["a", "ä"]]])
+def test_merges_that_the_library_dies_of_are_refused(merges: list[Any]) -> None:
+    """It cuts the prefix off each second half, here inside a character, and aborts the process."""
+    vocab = {"a": 0, "ä": 1, "aä": 2}
+    model = {"type": "BPE", "vocab": vocab, "merges": merges, "continuing_subword_prefix": "x"}
+    with pytest.raises(CheckpointError, match="continuing_subword_prefix"):
+        Tokenizer(json.dumps({"model": model}).encode(), {}, source="m")
+
+
+def test_merges_with_their_prefix_are_taken() -> None:
+    vocab = {"a": 0, "##b": 1, "ab": 2}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "##b"]], "continuing_subword_prefix": "##"}
+    assert Tokenizer(json.dumps({"model": model}).encode(), {}, source="m").encode("ab") == [2]
