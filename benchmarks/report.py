@@ -55,13 +55,14 @@ def arguments() -> str:
 
 def machine() -> dict[str, Any]:
     """Return what a figure depends on: processor, usable cores, how busy the machine is, Python."""
-    cpu = platform.processor()
+    told: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else ():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
+        name, _, value = line.partition(":")
+        told.setdefault(name.strip(), value.strip())
+    vectors = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in told.get("flags", "").split()]
     return {
-        "cpu": cpu,
+        "cpu": told.get("model name") or platform.processor(),
+        "vectors": " ".join(vectors),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
