@@ -158,6 +158,12 @@ def test_r38_an_unfinished_character_at_the_end_becomes_one_replacement(tokenize
     assert pieces == [("h", [104]), ("i", [105]), ("\ufffd", [0xF0, 0x9F])]
 
 
+def test_r38_text_before_an_unfinished_character_is_not_lost_at_the_end(tokenizer: Tokenizer) -> None:
+    a_f0 = piece(tokenizer, b"a\xf0")
+    assert stream(tokenizer, [a_f0])[0] == [("a\ufffd", [a_f0])]
+    assert stream(tokenizer, [104, a_f0, 0x9F])[0] == [("h", [104]), ("a\ufffd", [a_f0, 0x9F])]
+
+
 def test_text_and_ids_are_held_together(tokenizer: Tokenizer) -> None:
     a_f0, rest = piece(tokenizer, b"a\xf0"), piece(tokenizer, b"\x98\x80 x")
     pieces, _ = stream(tokenizer, [a_f0, 0x9F, rest])
