@@ -23,23 +23,24 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from asyncllm._event_loop import EventLoop
-    from asyncllm.checkpoint import Checkpoint
     from asyncllm.client.async_mp import AsyncMPClient
     from asyncllm.config import EngineConfig
-    from asyncllm.frontend.tokenizer import Tokenizer
 
     ReportProgress = Callable[[str, float | None], None]
 
 __all__ = ["SharedStart", "load_frontend"]
 
 
-def load_frontend(config: EngineConfig) -> tuple[Checkpoint, Tokenizer]:
-    """Return the opened checkpoint and its tokenizer. Blocks for tens of milliseconds; safe in a thread.
+def load_frontend(config: EngineConfig) -> tuple[InputProcessor, OutputProcessor]:
+    """Return both processors of the caller's side, ready to work. Blocks for some 0.2 s; safe in a thread.
 
     :raises ModelError: the checkpoint or its tokenizer cannot be used.
     """
     checkpoint = open_checkpoint(config.model.model)
-    return checkpoint, load_tokenizer(config, checkpoint)
+    tokenizer = load_tokenizer(config, checkpoint)
+    inputs = InputProcessor(config, checkpoint, tokenizer)
+    inputs.prepare_chat()
+    return inputs, OutputProcessor(tokenizer)
 
 
 class SharedStart:
@@ -134,17 +135,16 @@ class SharedStart:
     async def _start(self) -> Session:
         client = EngineCoreClient.make_client(self._config, "async")
         try:
-            checkpoint, tokenizer = await self._start_both(client)
-            inputs = InputProcessor(self._config, checkpoint, tokenizer)
+            inputs, outputs = await self._start_both(client)
             inputs.set_info(client.info)
-            return Session(client, inputs, OutputProcessor(tokenizer))
+            return Session(client, inputs, outputs)
         except BaseException:
             await client.aclose()  # shields itself; nobody waits for this task
             raise
 
-    async def _start_both(self, client: AsyncMPClient) -> tuple[Checkpoint, Tokenizer]:
+    async def _start_both(self, client: AsyncMPClient) -> tuple[InputProcessor, OutputProcessor]:
         """Start the engine while a thread opens the checkpoint; the first failure ends both."""
-        loaded: list[tuple[Checkpoint, Tokenizer]] = []
+        loaded: list[tuple[InputProcessor, OutputProcessor]] = []
         failed: list[Exception] = []
 
         async def attempt(work: Callable[[], Awaitable[object]]) -> None:

@@ -9,6 +9,7 @@ Source: the ``chat_template`` contract of transformers (trimmed blocks, ``loopco
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -61,10 +62,11 @@ class ChatTemplate:
         named = config.get("chat_templates") if override is None else None
         return cls(source, special_tokens=special, model=checkpoint.source, named=named)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Return whether the default template is ready, so that rendering takes microseconds."""
-        return "default" in self._name_to_template or "default" not in self._name_to_source
+    def prepare(self) -> None:
+        """Compile the default template, so that rendering takes microseconds; the first chat tells what is wrong."""
+        if "default" in self._name_to_source:
+            with contextlib.suppress(UnsupportedModelError):
+                self._template("default")
 
     def render(
         self,

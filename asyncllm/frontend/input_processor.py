@@ -116,13 +116,14 @@ class InputProcessor:
             return self._tokenizer.is_long(prompt) and not self._cannot_fit(prompt)
         return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
 
-    def is_long_chat(self, messages: object) -> bool:
-        """Return whether rendering and processing ``messages`` belong in a thread: they are long, or the first ones.
+    def prepare_chat(self) -> None:
+        """Compile the chat template, if there is one. Imports jinja2 and takes some 0.1 s, which a first chat saves."""
+        self._chat_template.prepare()
 
-        The first rendering compiles the template, which imports jinja2 and takes some 0.1 s.
-        """
+    def is_long_chat(self, messages: object) -> bool:
+        """Return whether rendering and processing ``messages`` take so long that they belong in a thread."""
         try:
-            return not self._chat_template.is_compiled or _num_chars(messages) >= LONG_TEXT_CHARS
+            return _num_chars(messages) >= LONG_TEXT_CHARS
         except RecursionError:  # to be refused by the template
             return True
 

@@ -220,7 +220,10 @@ def available() -> Availability:
     wanted = env.kernels()
     if wanted == OFF:
         return Availability(None, "switched off by ASYNCLLM_KERNELS=off")
-    found = usable()
+    try:
+        found = usable()
+    except RuntimeError as error:  # compiled from other sources, or for another system
+        return Availability(None, f"not usable: {error}")
     if wanted is not None and wanted not in found:
         raise ConfigError(
             f"ASYNCLLM_KERNELS is {wanted!r}; compiled and able to run here are: {', '.join(found) or 'none'}",
@@ -260,9 +263,9 @@ def open_library(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(f"the native kernels cannot be loaded: {error}") from error
+    if library.allm_abi_version() != ABI_VERSION:  # before anything that only this version has
+        raise RuntimeError(f"{path} is from another version; `python -m asyncllm.kernels.build` makes a new one")
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    if library.allm_abi_version() != ABI_VERSION:
-        raise RuntimeError(f"{path} is from another version; `python -m asyncllm.kernels.build` makes a new one")
     return library

@@ -142,6 +142,19 @@ def test_every_function_of_the_header_is_typed() -> None:
     assert int(version[1]) == library.ABI_VERSION
 
 
+def test_a_library_of_another_version_is_not_used_and_says_how_to_make_a_new_one(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "ABI_VERSION", library.ABI_VERSION + 1)
+    library.open_library.cache_clear()
+    try:
+        found = library.available()
+    finally:
+        library.open_library.cache_clear()
+    assert found.isa is None
+    assert "asyncllm.kernels.build" in found.reason
+
+
 # ---- what the compiler made ------------------------------------------------------------------------------------------
 
 
