@@ -17,6 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from asyncllm._event_loop import current_event_loop
@@ -231,6 +232,8 @@ class TokenStream:
         inbox = self._inbox
         if not inbox.items or self._is_read:
             await self._wait_for_item()
+        else:
+            await self._stop_if_cancelled()
         return inbox.take()
 
     async def _wait_for_item(self) -> None:
@@ -256,6 +259,14 @@ class TokenStream:
             raise
         finally:
             self._is_read = False
+
+    async def _stop_if_cancelled(self) -> None:
+        """Abort the request if the reader's scope is cancelled: one who always finds an item would never notice."""
+        try:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+        except BaseException:
+            self._inbox.discard()
+            raise
 
     async def _send(self, admit: Callable[[], Awaitable[None]]) -> None:
         """Have the request sent; ends early where the stream is cancelled or finished meanwhile."""

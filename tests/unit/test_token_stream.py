@@ -99,6 +99,21 @@ async def test_a_waiting_reader_gets_each_item_as_it_comes() -> None:
     assert got == ["a", "b", "c"]
 
 
+async def test_a_cancelled_scope_stops_a_reader_that_always_finds_an_item() -> None:
+    stream, inbox, port = running()
+    for letter in "abcdef":
+        inbox.put(delta(letter))
+    got: list[str] = []
+    with anyio.CancelScope() as scope:
+        async for token in stream:
+            got.append(token.text)
+            if token.text == "b":
+                scope.cancel()
+    assert scope.cancelled_caught
+    assert got == ["a", "b"]
+    assert port.asked == ["abort"]
+
+
 async def test_completion_of_a_stream_read_in_part_holds_everything() -> None:
     stream, inbox, _ = running()
     ended(inbox)
