@@ -33,7 +33,7 @@ model: $(MODEL)
 test-setup: $(VENV)/.tested-with $(VENV)/.kernels model
 
 test: test-setup
-	$(bin)/python -m pytest -rs $(ARGS)
+	$(bin)/python -m pytest -rfEs $(ARGS)
 
 lint: $(VENV)/.tested-with
 	$(bin)/ruff check .

@@ -9,14 +9,14 @@ import sys
 
 import asyncllm
 
-ENDLESS = {"max_tokens": 400, "ignore_eos": True}
+ENDLESS = {"ignore_eos": True}  # to the end of the context
 
 
 async def main() -> None:
     async with asyncllm.AsyncLLM(sys.argv[1]) as llm:
         # 1. Cancel the task. The abort has left for the engine when cancel() is delivered; nothing has to be awaited.
         task = asyncio.create_task(llm.generate("Once upon a time", **ENDLESS))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -25,7 +25,7 @@ async def main() -> None:
         # 2. A deadline, from the standard library.
         text = ""
         try:
-            async with asyncio.timeout(0.3), llm.stream("Once upon a time", **ENDLESS) as stream:
+            async with asyncio.timeout(0.05), llm.stream("Once upon a time", **ENDLESS) as stream:
                 async for token in stream:
                     text += token.text
         except TimeoutError:
