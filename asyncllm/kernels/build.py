@@ -39,6 +39,7 @@ FLAGS = (
     "-fno-rtti",
     "-fPIC",
     "-fvisibility=hidden",
+    "-g0",
     "-pthread",
 )
 LINK_FLAGS = ("-shared", "-pthread", "-lm")
@@ -120,21 +121,27 @@ def _link(command: Sequence[str], isa: str, objects: Sequence[Path], directory: 
     final = library_path(isa, directory)
     temporary = objects[0].with_name(final.name)
     needed = () if sys.platform == "darwin" else ("-Wl,--as-needed",)  # no C++ runtime is used, so none gets linked
-    flags = [*needed, *_sanitize(sanitize)]
-    _run([*command, *flags, *map(str, objects), *LINK_FLAGS, "-o", str(temporary)])
+    flags = [*needed, *_march(command, isa), *_sanitize(sanitize)]
+    _run([*_linker(command), *flags, *map(str, objects), *LINK_FLAGS, "-o", str(temporary)])
     temporary.replace(final)
     return final
+
+
+def _linker(command: Sequence[str]) -> list[str]:
+    """Return the command that links: zig's C++ driver would compile its whole C++ library first, and none is needed."""
+    return ["cc" if part == "c++" and "ziglang" in command else part for part in command]
 
 
 def _sanitize(sanitize: bool) -> Sequence[str]:
     return SANITIZE_FLAGS if sanitize else ()
 
 
-def _march(command: Sequence[str], isa: str) -> list[str]:
-    if not isa.startswith("x86-64"):
+def _march(command: Sequence[str], isa: str, machine: str | None = None) -> list[str]:
+    """Return what makes the compiler aim at ``isa``, said always: some compilers aim at this very machine by default."""
+    if len(isas(machine)) == 1:
         return []
-    name = isa.replace("-", "_") if "ziglang" in command else isa  # zig spells it x86_64_v3
-    return [f"-march={name}"]
+    name = "x86-64" if isa == "generic" else isa
+    return [f"-march={name.replace('-', '_') if 'ziglang' in command else name}"]  # zig spells it x86_64_v3
 
 
 def _run(command: list[str]) -> None:

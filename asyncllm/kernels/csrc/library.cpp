@@ -2,6 +2,45 @@
 #include "asyncllm_kernels.h"
 #include "simd.h"
 
+namespace {
+
+#if defined(__x86_64__)
+
+struct Registers {
+    uint32_t a, b, c, d;
+};
+
+Registers cpuid(uint32_t leaf) {
+    Registers r;
+    asm volatile("cpuid" : "=a"(r.a), "=b"(r.b), "=c"(r.c), "=d"(r.d) : "a"(leaf), "c"(0));
+    return r;
+}
+
+uint32_t enabled_state() {  // which registers the operating system saves: XCR0
+    uint32_t low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+}
+
+bool all(uint32_t bits, uint32_t wanted) { return (bits & wanted) == wanted; }
+
+// Asked here and not through __builtin_cpu_supports, which not every compiler's runtime answers the same way.
+const char* best_isa() {
+    constexpr uint32_t FMA = 1u << 12, MOVBE = 1u << 22, OSXSAVE = 1u << 27, AVX = 1u << 28, F16C = 1u << 29;
+    constexpr uint32_t BMI1 = 1u << 3, AVX2 = 1u << 5, BMI2 = 1u << 8;
+    constexpr uint32_t AVX512F = 1u << 16, AVX512DQ = 1u << 17, AVX512CD = 1u << 28, AVX512BW = 1u << 30, AVX512VL = 1u << 31;
+    constexpr uint32_t YMM_STATE = 0x06, ZMM_STATE = 0xe6;
+    if (cpuid(0).a < 7 || !all(cpuid(1).c, FMA | MOVBE | OSXSAVE | AVX | F16C)) return "generic";
+    uint32_t features = cpuid(7).b, state = enabled_state();
+    if (!all(features, BMI1 | AVX2 | BMI2) || !all(state, YMM_STATE)) return "generic";
+    if (!all(features, AVX512F | AVX512DQ | AVX512CD | AVX512BW | AVX512VL) || !all(state, ZMM_STATE)) return "x86-64-v3";
+    return "x86-64-v4";
+}
+
+#endif
+
+}  // namespace
+
 int32_t allm_abi_version(void) { return ALLM_ABI_VERSION; }
 
 const char* allm_isa(void) {
@@ -18,14 +57,7 @@ const char* allm_isa(void) {
 
 const char* allm_best_isa(void) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-    uint32_t a, b, c, d;
-    asm("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(1), "c"(0));
-    v3 = v3 && (c >> 29 & 1);  // F16C, which not every compiler has a name for
-    bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
-    return v4 ? "x86-64-v4" : v3 ? "x86-64-v3" : "generic";
+    return best_isa();
 #else
     return allm_isa();
 #endif
