@@ -137,7 +137,7 @@ def _sanitize(sanitize: bool) -> Sequence[str]:
 
 
 def _march(command: Sequence[str], isa: str, machine: str | None = None) -> list[str]:
-    """Return what makes the compiler aim at ``isa``, said always: some compilers aim at this very machine by default."""
+    """Return what makes the compiler aim at ``isa``: said always, since some aim at this very machine by default."""
     if len(isas(machine)) == 1:
         return []
     name = "x86-64" if isa == "generic" else isa
