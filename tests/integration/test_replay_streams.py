@@ -262,20 +262,29 @@ async def test_r73_many_streams_leave_other_tasks_their_turns(llm: AsyncLLM) -> 
 
 
 async def test_b18_a_flood_does_not_starve_other_tasks(llm: AsyncLLM) -> None:
-    turns = []
+    """The engine got far ahead; no turn of another task waits for more than 50 ms of the loop's processor time."""
+    gc.collect()
+    gc.freeze()
+    streams = [llm.stream(f"prompt {i}", max_tokens=1000) for i in range(100)]
+    await anext(streams[0])
+    time.sleep(0.5)  # noqa: ASYNC251 - the loop stands still, and hundreds of messages pile up
+    turns_s = [time.thread_time()]
 
     async def take_turns() -> None:
         while True:
             await anyio.lowlevel.checkpoint()
-            turns.append(time.perf_counter())
+            turns_s.append(time.thread_time())
 
     async with anyio.create_task_group() as group:
         group.start_soon(take_turns)
-        await gather(llm, [f"prompt {i}" for i in range(100)], max_tokens=300)
+        async with anyio.create_task_group() as readers:
+            for stream in streams:
+                readers.start_soon(stream.completion)
         group.cancel_scope.cancel()
-    gaps_s = sorted(after - before for before, after in itertools.pairwise(turns))
-    assert len(gaps_s) > 20
-    assert gaps_s[len(gaps_s) // 2] < 0.02  # not the longest: the machine has pauses of its own
+    turns_s.append(time.thread_time())
+    gc.unfreeze()
+    assert {len((await stream.completion()).token_ids) for stream in streams} == {1000}
+    assert max(after - before for before, after in itertools.pairwise(turns_s)) < 0.05
 
 
 async def test_a_thousand_streams_half_of_them_cancelled(llm: AsyncLLM) -> None:
