@@ -9,48 +9,32 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
 
-from asyncllm.client.base import EngineCoreClient, ReportStartup
 from asyncllm.client.connection import EngineConnection
 from asyncllm.client.launcher import TERMINATE_TIMEOUT_S
-from asyncllm.errors import EngineDeadError, UsageError
-from asyncllm.wire.messages import (
-    AbortRequests,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineInfo,
-    FinishRequests,
-    ParkRequests,
-)
+from asyncllm.client.mp import WATCH_S, MPClient
+from asyncllm.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from asyncllm.client.base import ReportStartup
     from asyncllm.config import EngineConfig
+    from asyncllm.wire.messages import EngineCoreOutputs, EngineInfo
 
 __all__ = ["AsyncMPClient"]
 
 MAX_BURST_S = 0.001
 """How long a flood may keep other tasks of the loop waiting."""
-WATCH_S = 0.002
-"""Between two looks at a process that is about to end, or at a socket whose peer has died; not used in normal work."""
 
 
-class AsyncMPClient(EngineCoreClient):
-    """An engine in a process of its own. Sends from any thread; awaits in the event loop that has the reader.
-
-    A client that is dropped, or alive when the interpreter exits, ends its engine process and leaves nothing behind.
-    """
+class AsyncMPClient(MPClient):
+    """Sends from any thread; awaits in the event loop that has the reader."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-        self._connection: EngineConnection | None = None
-        self._finalizer: weakref.finalize[..., Self] | None = None
-        self._is_ready = False
+        super().__init__(config)
         self._last_rest_at = 0.0
 
     # ---------------------------------------------------------------------------------------------------- start and end
@@ -117,11 +101,6 @@ class AsyncMPClient(EngineCoreClient):
                 self._finalizer.detach()
 
     @property
-    def engine_pid(self) -> int | None:
-        """Return the process id of the engine, ``None`` if it was not started."""
-        return self._connection.process.pid if self._connection is not None else None
-
-    @property
     def is_dead(self) -> bool:
         """Return whether the engine's death was noticed, or the client is closed."""
         return self._connection is not None and self._connection.is_dead
@@ -133,24 +112,6 @@ class AsyncMPClient(EngineCoreClient):
         """
         if self._connection is not None:
             self._connection.check_owner()
-
-    # ---------------------------------------------------------------------------------------------------------- sending
-    def add_request(self, request: EngineCoreRequest) -> None:  # noqa: D102
-        connection = self._started()
-        connection.raise_if_gone()
-        connection.send(request)
-
-    def abort_requests(self, request_ids: Sequence[int]) -> None:  # noqa: D102
-        if request_ids and self._connection is not None:
-            self._connection.send(AbortRequests(list(request_ids)))
-
-    def finish_requests(self, request_ids: Sequence[int]) -> None:  # noqa: D102
-        if request_ids and self._connection is not None:
-            self._connection.send(FinishRequests(list(request_ids)))
-
-    def park_requests(self, request_ids: Sequence[int], parked: bool) -> None:  # noqa: D102
-        if request_ids and self._connection is not None:
-            self._connection.send(ParkRequests(list(request_ids), parked))
 
     # -------------------------------------------------------------------------------------------------------- receiving
     async def recv(self) -> EngineCoreOutputs:
@@ -208,11 +169,6 @@ class AsyncMPClient(EngineCoreClient):
         finally:
             connection.drop(call)
         return call.result()
-
-    def _started(self) -> EngineConnection:
-        if self._connection is None or not self._is_ready:
-            raise EngineDeadError("the engine was not started")
-        return self._connection
 
 
 async def _wait_readable(connection: EngineConnection) -> None:

@@ -5,45 +5,33 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from asyncllm.client.base import ReportStartup, SyncEngineCoreClient
+from asyncllm.client.base import SyncEngineCoreClient
 from asyncllm.client.connection import EngineConnection, PendingCall
 from asyncllm.client.launcher import TERMINATE_TIMEOUT_S
-from asyncllm.errors import EngineDeadError, UsageError
-from asyncllm.wire.messages import (
-    AbortRequests,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineInfo,
-    FinishRequests,
-    ParkRequests,
-)
+from asyncllm.client.mp import WATCH_S, MPClient
+from asyncllm.errors import UsageError
+from asyncllm.wire.messages import EngineCoreOutputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from asyncllm.client.base import ReportStartup
     from asyncllm.config import EngineConfig
+    from asyncllm.wire.messages import EngineCoreRequest, EngineInfo
 
 __all__ = ["SyncMPClient"]
 
 MAX_WAIT_S = 3600.0
 """At a stretch: the system's timers end at some weeks."""
-WATCH_S = 0.002
-"""Between two looks at a process that is about to end, or at a socket whose peer has died; not used in normal work."""
 
 
-class SyncMPClient(SyncEngineCoreClient):
-    """An engine in a process of its own, for one thread at a time.
-
-    A client that is dropped, or alive when the interpreter exits, ends its engine process and leaves nothing behind.
-    """
+class SyncMPClient(MPClient, SyncEngineCoreClient):
+    """For one thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-        self._connection: EngineConnection | None = None
-        self._finalizer: weakref.finalize[..., Self] | None = None
-        self._is_ready = False
+        super().__init__(config)
         self._in_flight: set[int] = set()
         self._kept: deque[EngineCoreOutputs] = deque()
 
@@ -91,30 +79,14 @@ class SyncMPClient(SyncEngineCoreClient):
             if self._finalizer is not None:
                 self._finalizer.detach()
 
-    @property
-    def engine_pid(self) -> int | None:
-        """Return the process id of the engine, ``None`` if it was not started."""
-        return self._connection.process.pid if self._connection is not None else None
-
     # ---------------------------------------------------------------------------------------------------------- sending
     def add_request(self, request: EngineCoreRequest) -> None:  # noqa: D102
-        connection = self._started()
-        connection.raise_if_gone()
-        connection.send(request)
+        super().add_request(request)
         self._in_flight.add(request.request_id)
 
     def abort_requests(self, request_ids: Sequence[int]) -> None:  # noqa: D102
         self._in_flight.difference_update(request_ids)
-        if request_ids and self._connection is not None:
-            self._connection.send(AbortRequests(list(request_ids)))
-
-    def finish_requests(self, request_ids: Sequence[int]) -> None:  # noqa: D102
-        if request_ids and self._connection is not None:
-            self._connection.send(FinishRequests(list(request_ids)))
-
-    def park_requests(self, request_ids: Sequence[int], parked: bool) -> None:  # noqa: D102
-        if request_ids and self._connection is not None:
-            self._connection.send(ParkRequests(list(request_ids), parked))
+        super().abort_requests(request_ids)
 
     # -------------------------------------------------------------------------------------------------------- receiving
     def get_output(self) -> EngineCoreOutputs:
@@ -166,11 +138,6 @@ class SyncMPClient(SyncEngineCoreClient):
         finally:
             connection.drop(call)
         return call.result()
-
-    def _started(self) -> EngineConnection:
-        if self._connection is None or not self._is_ready:
-            raise EngineDeadError("the engine was not started")
-        return self._connection
 
 
 def _do_nothing() -> None:
