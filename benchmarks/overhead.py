@@ -7,9 +7,13 @@ A two-layer model (or, "scripted", no model at all) makes everything around the 
 once.
 
 "end_to_end" is AsyncLLM with its engine process: wall time per token and per step (all streams decode together, so
-128 steps), and the CPU time of both processes. "parts" runs the same step in one thread, one part after the other,
-and times each: scheduler, worker (with the model), wire (encode and decode), front end (detokenize and fill the
-streams).
+128 steps), and the CPU time of both processes; with a model, also the median step in which all streams decode, and how
+much of it is inside the forward pass and beyond it. "parts" runs the same step in one thread, one part after the other,
+and times each: scheduler, worker (with the model; "worker_beyond_forward" without its forward pass), wire (encode and
+decode), front end (detokenize and fill the streams).
+
+With a real model (``--model FILE --streams 1``), beyond_forward_ms is what Python and the engine add to each of its
+steps.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 
 import report
 import tiny_model
+from timed_worker import TIMED_WORKER, decode_step_ms
 
 from asyncllm import AsyncLLM, Completion, EngineConfig, SamplingParams, TokenDelta
 from asyncllm.checkpoint import open_checkpoint
@@ -52,6 +57,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.executor == "scripted":
         options |= scripted_options(tokens=list(range(ord("a"), ord("z") + 1)))
+    else:
+        options["worker_cls"] = TIMED_WORKER
     return options
 
 
@@ -69,8 +76,10 @@ async def count_tokens(llm: AsyncLLM, prompt: list[int]) -> int:
     return sum([len(delta.token_ids) async for delta in llm.stream(prompt, PARAMS)])
 
 
-async def one_load(llm: AsyncLLM, streams: int, draw: random.Random) -> dict[str, float]:
+async def one_load(llm: AsyncLLM, streams: int, draw: random.Random, *, timed: bool) -> dict[str, float]:
     asked = prompts(streams, draw)
+    if timed:
+        await llm.collective_rpc("take_steps")
     pids = {"caller": os.getpid(), "engine": llm.info.pid}
     steps_before = (await llm.stats()).num_steps
     before = {name: cpu_s(pid) for name, pid in pids.items()}
@@ -82,22 +91,24 @@ async def one_load(llm: AsyncLLM, streams: int, draw: random.Random) -> dict[str
     if tokens != streams * OUTPUT_TOKENS:
         raise RuntimeError(f"{tokens} tokens instead of {streams * OUTPUT_TOKENS}")
     steps = (await llm.stats()).num_steps - steps_before
+    inside = decode_step_ms((await llm.collective_rpc("take_steps"))[0], streams) if timed else {}
     return {
         "tokens_per_s": round(tokens / wall_s, 1),
         "wall_us_per_token": round(wall_s / tokens * 1e6, 2),
         "wall_ms_per_step": round(wall_s / OUTPUT_TOKENS * 1e3, 3),
         "steps": steps,
         **{f"{name}_cpu_us_per_token": round((after[name] - before[name]) / tokens * 1e6, 2) for name in pids},
+        **inside,
     }
 
 
 async def end_to_end(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    draw = random.Random(0)
+    draw, timed = random.Random(0), args.executor == "model"
     figures: dict[str, Any] = {}
     async with AsyncLLM(model, **engine_options(args)) as llm:
-        await one_load(llm, min(args.streams), draw)
+        await one_load(llm, min(args.streams), draw, timed=timed)
         for streams in args.streams:
-            runs = [await one_load(llm, streams, draw) for _ in range(args.rounds)]
+            runs = [await one_load(llm, streams, draw, timed=timed) for _ in range(args.rounds)]
             figures[str(streams)] = sorted(runs, key=lambda run: run["wall_us_per_token"])[len(runs) // 2]
     return figures
 
@@ -107,6 +118,7 @@ class Parts:
     """The six sentences of the README in one thread, each part timed."""
 
     def __init__(self, model: str, args: argparse.Namespace) -> None:
+        self.timed = args.executor == "model"
         self.config = EngineConfig.from_options(model, **engine_options(args))
         self.core = EngineCore(self.config, lambda _phase, _fraction: None)
         checkpoint = open_checkpoint(model)
@@ -126,6 +138,8 @@ class Parts:
                 scheduler.add_request(request)
         clock = time.perf_counter
         rows: list[tuple[float, ...]] = []
+        if self.timed:
+            executor.collective_rpc("take_steps")
         while scheduler.has_unfinished():
             at = [clock()]
             step = scheduler.schedule()
@@ -152,6 +166,9 @@ class Parts:
             "front_end": frontend,
             "scheduler_and_wire": schedule + update + encode + decode,
         }
+        if self.timed:
+            inside_ms = decode_step_ms(executor.collective_rpc("take_steps")[0], streams)["forward_ms"]
+            figures["worker_beyond_forward"] = worker - inside_ms
         return {f"{name}_ms_per_step": round(value, 4) for name, value in figures.items()}
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -50,7 +51,19 @@ def emit(benchmark: str, figures: dict[str, Any], args: argparse.Namespace) -> N
 def arguments() -> str:
     """Return the command's arguments without the folders of this machine."""
     kept = [argument for i, argument in enumerate(sys.argv) if i and "--out" not in (argument, sys.argv[i - 1])]
-    return " ".join(Path(argument).name if argument.startswith("/") else argument for argument in kept)
+    return " ".join(re.sub(r"(^|=)/.*/", r"\1", argument) for argument in kept)
+
+
+def options(text: str) -> dict[str, Any]:
+    """Return the engine options in ``name=value,name=value``; a value is the JSON that it is, else text."""
+    found: dict[str, Any] = {}
+    for pair in filter(None, text.split(",")):
+        name, _, value = pair.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def machine() -> dict[str, Any]:

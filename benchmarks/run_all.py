@@ -20,6 +20,8 @@ RUNS: dict[str, list[str]] = {
     "startup": ["--model"],
     "cancel_latency": ["--model"],
     "ttft_prefix": ["--model"],
+    "scaling": ["--model"],
+    "accuracy": ["--model"],
     "overhead": [],
     "overhead_scripted": ["--executor", "scripted"],
 }

