@@ -9,8 +9,8 @@ All get the same token ids (``workload.py``), greedy, end of sequence ignored. A
 is not measured, and each case with its own shape is warmed up once before the first round.
 
 The table on stderr has medians (lowest–highest) over the rounds, then the ratios of each round's pairs. "same ids" is
-the share of requests whose output equals that of the first run of ``REFERENCES`` that is there. An engine whose package
-no given interpreter imports is skipped, and the line says how to get it.
+the share of requests whose output equals, in every token, that of the first of ``REFERENCES`` that ran on the same
+file. An engine whose package no given interpreter imports is skipped, and the line says how to get it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENGINES = {  # name → the package that has to import, and how to get it
     "llamacpp": ("llama_cpp", "CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python"),
     "transformers": ("transformers", "pip install torch transformers"),
 }
-REFERENCES = ("transformers-fp32", "asyncllm-exact")
+REFERENCES = {"model": ("transformers-fp32", "asyncllm-exact"), "gguf": ("asyncllm-gguf",)}
 CANCEL_PROMPT_TOKENS, CANCEL_MAX_TOKENS = 64, 256
 SETTLE = Case("settle", 1, 32, 16)
 WARM_UP_TOKENS = 4
@@ -217,9 +217,10 @@ async def attempt(run: Run, work: Any) -> None:
 
 def figures(runs: list[Run]) -> dict[str, Any]:
     """Return what goes into the JSON line, by run."""
-    reference = next((run for name in REFERENCES for run in runs if run.name == name and run.failed is None), None)
+    done = {run.name: run for run in runs if run.failed is None}
     found: dict[str, Any] = {}
     for run in runs:
+        reference = next((done[name] for name in REFERENCES[run.source] if name in done), None)
         if run.failed is not None:
             found[run.name] = {"failed": run.failed}
             continue
