@@ -10,7 +10,7 @@ is not measured, and each case with its own shape is warmed up once before the f
 
 The table on stderr has medians (lowest–highest) over the rounds, then the ratios of each round's pairs. "same ids" is
 the share of requests whose output equals, in every token, that of the first of ``REFERENCES`` that ran on the same
-file. An engine whose package no given interpreter imports is skipped, and the line says how to get it.
+file, and in brackets the share of ids before the first difference. An engine whose package no given interpreter imports is skipped, and the line says how to get it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ async def bring_up(run: Run, python: str, cases: list[Case], log: Path, args: ar
     process = run.process = EngineProcess(run.engine, python, log)
     ready = await process.start(settings, environment=environment, timeout_s=args.start_timeout_s)
     first = await process.ask({"prompts": [[*range(5, 21)]], "max_tokens": 1}, timeout_s=CASE_TIMEOUT_S)
-    run.start = ready | {"first_token_s": ready["ready_s"] + first["wall_s"], "weights_bytes": size(settings["model"])}
+    seconds = {"import_s": ready["import_s"], "ready_s": ready["ready_s"]}
+    seconds["first_token_s"] = ready["ready_s"] + first["wall_s"]
+    run.start = ready | {name: round(value, 3) for name, value in seconds.items()}
+    run.start["weights_bytes"] = size(settings["model"])
     prompts = Prompts(args.model)
     for case in cases:
         few = min(case.output_tokens, WARM_UP_TOKENS)
@@ -144,12 +147,13 @@ async def take_turn(run: Run, round_prompts: dict[str, list[list[list[int]]]], c
         for prompts in round_prompts[case.name]:
             with OtherLoad(process) as others:
                 answer = await process.ask(question(prompts, case), timeout_s=CASE_TIMEOUT_S)
-            measured.append(figures_of(answer, case) | {"other_cpus": round(others.cpus, 2)})
+            measured.append(figures_of(answer, case) | {"other_cpus": others.cpus})
             run.ids += [sample["ids"] for sample in answer["samples"]]
-        found[case.name] = {key: statistics.median(row[key] for row in measured) for key in measured[0]}
+        found[case.name] = {key: round(statistics.median(row[key] for row in measured), 5) for key in measured[0]}
     (prompt,) = round_prompts["cancel"][0]
     asked = {"cancel": prompt, "max_tokens": CANCEL_MAX_TOKENS}
-    found["cancel"] = await process.ask(asked, timeout_s=CASE_TIMEOUT_S)
+    cancelled = await process.ask(asked, timeout_s=CASE_TIMEOUT_S)
+    found["cancel"] = cancelled and {name: round(value, 6) for name, value in cancelled.items()}
     process.halt()
     run.rounds.append(found)
 
@@ -171,7 +175,7 @@ def figures_of(answer: dict[str, Any], case: Case) -> dict[str, float]:
     spans = [sample["at_s"][-1] - sample["at_s"][0] for sample in samples]
     if all(spans):  # not a static batch, whose tokens all come at its end
         figures["decode_tokens_per_s"] = statistics.median((case.output_tokens - 1) / span for span in spans)
-    return {name: round(value, 4) for name, value in figures.items()}
+    return figures
 
 
 # ---------------------------------------------------------------------------------------------------------- all of them
@@ -226,9 +230,18 @@ def figures(runs: list[Run]) -> dict[str, Any]:
             continue
         found[run.name] = {"options": run.options, "start": run.start, "rounds": run.rounds}
         if reference is not None:
-            same = [ours == theirs for ours, theirs in zip(run.ids, reference.ids, strict=True)]
-            found[run.name]["same_ids"] = {"as": reference.name, "share": round(sum(same) / len(same), 3)}
+            found[run.name]["same_ids"] = {"as": reference.name} | agreement(run.ids, reference.ids)
     return found
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, float]:
+    """Return the share of outputs that are equal, and the share of all ids that come before a first difference."""
+    alike = [
+        next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    equal = sum(length == len(ids) for length, ids in zip(alike, ours, strict=True))
+    return {"share": round(equal / len(ours), 3), "before_difference": round(sum(alike) / sum(map(len, ours)), 3)}
 
 
 def main() -> None:

@@ -80,7 +80,8 @@ def rest(found: dict[str, Any], cases: list[str]) -> list[str]:
     peaks = found["start"]["peak_rss_bytes"]
     known = found["start"]["weights_bytes"] + found["start"]["memory"].get("kv_cache", 0)
     others = max(one[case]["other_cpus"] for one in found["rounds"] for case in cases)
-    share = f"{found['same_ids']['share']:.0%}" if "same_ids" in found else "–"
+    same = found.get("same_ids")
+    share = f"{same['share']:.0%} ({same['before_difference']:.0%})" if same else "–"
     beyond = f"{(sum(peaks) - known) / MIB:.0f}" if found["start"]["memory"] else "–"
     return [times if cancelled else "–", f"{sum(peaks) / MIB:.0f}", beyond, share, f"{others:.2f}"]
 
