@@ -10,7 +10,8 @@ is not measured, and each case with its own shape is warmed up once before the f
 
 The table on stderr has medians (lowest–highest) over the rounds, then the ratios of each round's pairs. "same ids" is
 the share of requests whose output equals, in every token, that of the first of ``REFERENCES`` that ran on the same
-file, and in brackets the share of ids before the first difference. An engine whose package no given interpreter imports is skipped, and the line says how to get it.
+file, and in brackets the share of ids before the first difference. An engine whose package no given interpreter imports
+is skipped, and the line says how to get it.
 """
 
 from __future__ import annotations
