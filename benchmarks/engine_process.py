@@ -33,6 +33,7 @@ class EngineProcess:
     def __init__(self, engine: str, python: str, log: Path) -> None:
         self._command = [python, str(DRIVERS / f"drive_{engine}.py")]
         self._log = log
+        self._process: asyncio.subprocess.Process | None = None
         self._tree: dict[int, psutil.Process] = {}
 
     async def start(self, settings: dict[str, Any], *, environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
@@ -59,13 +60,15 @@ class EngineProcess:
 
         :raises EngineFailed: it ended, or did not answer in time.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         with contextlib.suppress(ConnectionError):  # it ended; the empty answer says so
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            await self._process.stdin.drain()
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            await process.stdin.drain()
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
+            line = await asyncio.wait_for(process.stdout.readline(), timeout_s)
         except TimeoutError:
             raise EngineFailed(f"no answer within {timeout_s:.0f} s; {self._last_words()}") from None
         if not line:
@@ -86,6 +89,8 @@ class EngineProcess:
 
     def tree(self) -> list[psutil.Process]:
         """Return its living processes: the driver and what that started, also what lost its parent since."""
+        if self._process is None:
+            return []
         with contextlib.suppress(psutil.Error):
             root = self._tree.setdefault(self._process.pid, psutil.Process(self._process.pid))
             self._tree |= {process.pid: process for process in root.children(recursive=True)}
@@ -111,17 +116,19 @@ class EngineProcess:
 
     async def end(self) -> None:
         """Close it; kill what is left of it after a while."""
+        root = self._process
+        if root is None or root.stdin is None:
+            return
         self.go_on()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        root.stdin.close()
         processes = self.tree()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), END_S)
+            await asyncio.wait_for(root.wait(), END_S)
         _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=2.0)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        await self._process.wait()
+        await root.wait()
 
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()

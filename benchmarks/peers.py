@@ -42,8 +42,8 @@ ENGINES = {  # name → the package that has to import, and how to get it
     "transformers": ("transformers", "pip install torch transformers"),
 }
 REFERENCES = {"model": ("transformers-fp32", "asyncllm-exact"), "gguf": ("asyncllm-gguf",)}
-CANCEL_PROMPT_TOKENS, CANCEL_MAX_TOKENS = 64, 256
 SETTLE = Case("settle", 1, 32, 16)
+CANCEL = Case("cancel", 1, 64, 256)
 WARM_UP_TOKENS = 4
 CASE_TIMEOUT_S = 900.0
 
@@ -100,14 +100,25 @@ def interpreter(engine: str, given: dict[str, str]) -> str | None:
     if engine not in given:
         return sys.executable if engine == "asyncllm" or importlib.util.find_spec(package) else None
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    found = subprocess.run([given[engine], "-c", look], check=False, capture_output=True)
+    try:
+        found = subprocess.run([given[engine], "-c", look], check=False, capture_output=True)
+    except OSError as error:
+        sys.exit(f"--python {engine}={given[engine]}: {error}")
     return given[engine] if found.returncode == 0 else None
 
 
+def interpreters(pairs: list[str]) -> dict[str, str]:
+    """Return engine → interpreter of ``--python``."""
+    given = dict(pair.partition("=")[::2] for pair in pairs)
+    if not set(given) <= set(ENGINES):
+        sys.exit(f"--python: engine is one of {', '.join(ENGINES)}, not {', '.join(set(given) - set(ENGINES))}")
+    return given
+
+
 # ---------------------------------------------------------------------------------------------------- one engine's turn
-async def bring_up(run: Run, python: str, cases: list[Case], log: Path, args: argparse.Namespace) -> None:
-    """Start the engine, warm it up with each case's own shape, and halt it."""
-    shapes = [*cases, SETTLE, Case("cancel", 1, CANCEL_PROMPT_TOKENS, CANCEL_MAX_TOKENS)]
+async def bring_up(run: Run, python: str, warm_up: list[Any], log: Path, args: argparse.Namespace) -> None:
+    """Start the engine, ask it ``warm_up``, and halt it."""
+    shapes = shapes_of(args)
     longest = max(case.prompt_tokens + case.output_tokens for case in shapes)
     settings = {
         "model": getattr(args, run.source),
@@ -125,10 +136,8 @@ async def bring_up(run: Run, python: str, cases: list[Case], log: Path, args: ar
     seconds["first_token_s"] = ready["ready_s"] + first["wall_s"]
     run.start = ready | {name: round(value, 3) for name, value in seconds.items()}
     run.start["weights_bytes"] = size(settings["model"])
-    prompts = Prompts(args.model)
-    for case in cases:
-        few = min(case.output_tokens, WARM_UP_TOKENS)
-        await process.ask({"prompts": prompts.of(case), "max_tokens": few}, timeout_s=CASE_TIMEOUT_S)
+    for asked in warm_up:
+        await process.ask(asked, timeout_s=CASE_TIMEOUT_S)
     process.halt()
 
 
@@ -138,14 +147,14 @@ def size(model: str) -> int:
     return path.stat().st_size if path.is_file() else sum(part.stat().st_size for part in path.glob("*.safetensors"))
 
 
-async def take_turn(run: Run, round_prompts: dict[str, list[list[list[int]]]], cases: list[Case]) -> None:
+async def take_turn(run: Run, round_prompts: dict[str, list[list[list[int]]]], args: argparse.Namespace) -> None:
     """Give the engine all cases of one round."""
     process = run.process
     assert process is not None
     process.go_on()
     found: dict[str, Any] = {}
     await process.ask(question(round_prompts["settle"][0], SETTLE), timeout_s=CASE_TIMEOUT_S)
-    for case in cases:
+    for case in cases_of(args):
         measured = []
         for prompts in round_prompts[case.name]:
             with OtherLoad(process) as others:
@@ -154,15 +163,15 @@ async def take_turn(run: Run, round_prompts: dict[str, list[list[list[int]]]], c
             run.ids += [sample["ids"] for sample in answer["samples"]]
         found[case.name] = {key: round(statistics.median(row[key] for row in measured), 5) for key in measured[0]}
     (prompt,) = round_prompts["cancel"][0]
-    asked = {"cancel": prompt, "max_tokens": CANCEL_MAX_TOKENS}
+    asked = {"cancel": prompt, "max_tokens": CANCEL.output_tokens}
     cancelled = await process.ask(asked, timeout_s=CASE_TIMEOUT_S)
     found["cancel"] = cancelled and {name: round(value, 6) for name, value in cancelled.items()}
     process.halt()
     run.rounds.append(found)
 
 
-def question(prompts: list[list[int]], case: Case) -> dict[str, Any]:
-    return {"prompts": prompts, "max_tokens": case.output_tokens}
+def question(prompts: list[list[int]], case: Case, at_most: int = sys.maxsize) -> dict[str, Any]:
+    return {"prompts": prompts, "max_tokens": min(case.output_tokens, at_most)}
 
 
 def figures_of(answer: dict[str, Any], case: Case) -> dict[str, float]:
@@ -182,25 +191,40 @@ def figures_of(answer: dict[str, Any], case: Case) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------------------------------------------- all of them
-async def compare(runs: list[Run], cases: list[Case], args: argparse.Namespace, logs: Path) -> None:
-    given = dict(pair.split("=", 1) for pair in args.python)
-    for run in runs:
-        python = interpreter(run.engine, given)
-        if python is None:
-            run.failed = f"skipped: {run.engine} is not installed; {ENGINES[run.engine][1]}"
-        elif getattr(args, run.source) is None:
-            run.failed = f"skipped: it reads --{run.source}, which is not given"
-        else:
-            await attempt(run, bring_up(run, python, cases, logs / f"{run.name}.log", args))
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Return what is measured, in its order."""
+    return [
+        Case("alone", 1, 32, args.output_tokens),
+        Case("first_token", 1, args.long_prompt, 1, repeats=2),
+        *(Case(f"{streams}_streams", streams, 128, args.output_tokens) for streams in args.streams),
+    ]
+
+
+def shapes_of(args: argparse.Namespace) -> list[Case]:
+    """Return everything that an engine is asked in a turn."""
+    return [SETTLE, *cases_of(args), CANCEL]
+
+
+async def compare(runs: list[Run], args: argparse.Namespace, logs: Path) -> None:
+    """Start every engine that is there, give all of them their turns, round by round, and end them."""
+    given = interpreters(args.python)
+    engine_to_python = {engine: interpreter(engine, given) for engine in {run.engine for run in runs}}
     prompts = Prompts(args.model)
-    cancelled = Case("cancel", 1, CANCEL_PROMPT_TOKENS, CANCEL_MAX_TOKENS)
+    warm_up = [question(prompts.of(case), case, WARM_UP_TOKENS) for case in cases_of(args)]
     try:
+        for run in runs:
+            python = engine_to_python[run.engine]
+            if python is None:
+                run.failed = f"skipped: {run.engine} is not installed; {ENGINES[run.engine][1]}"
+            elif getattr(args, run.source) is None:
+                run.failed = f"skipped: it reads --{run.source}, which is not given"
+            else:
+                await attempt(run, bring_up(run, python, warm_up, logs / f"{run.name}.log", args))
         for _ in range(args.rounds):
-            shapes = [SETTLE, *cases, cancelled]
-            this_round = {case.name: [prompts.of(case) for _ in range(case.repeats)] for case in shapes}
+            this_round = {case.name: [prompts.of(case) for _ in range(case.repeats)] for case in shapes_of(args)}
             for run in runs:
                 if run.failed is None:
-                    await attempt(run, take_turn(run, this_round, cases))
+                    await attempt(run, take_turn(run, this_round, args))
     finally:
         for run in runs:
             if run.process is not None:
@@ -262,19 +286,15 @@ def main() -> None:
     parser.add_argument("--start-timeout-s", type=float, default=900.0)
     parser.add_argument("--plot", type=Path, help="draw the bars into this .svg or .png file (needs matplotlib)")
     args = parser.parse_args()
-    cases = [
-        Case("alone", 1, 32, args.output_tokens),
-        Case("first_token", 1, args.long_prompt, 1, repeats=2),
-        *(Case(f"{streams}_streams", streams, 128, args.output_tokens) for streams in args.streams),
-    ]
+    cases = [case.name for case in cases_of(args)]
     runs = all_runs(args)
     with tempfile.TemporaryDirectory() as logs:
-        asyncio.run(compare(runs, cases, args, Path(logs)))
+        asyncio.run(compare(runs, args, Path(logs)))
     found = figures(runs)
-    print(table(found, [case.name for case in cases]), file=sys.stderr)
+    print(table(found, cases), file=sys.stderr)
     report.emit("peers", found, args)
     if args.plot:
-        draw(args.plot, found, [case.name for case in cases])
+        draw(args.plot, found, cases)
 
 
 if __name__ == "__main__":
