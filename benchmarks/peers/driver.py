@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-CANCEL_AFTER_TOKENS = 16
+CANCEL_AFTER_TOKENS, CANCEL_TRIES = 16, 10
 
 
 class Driver:
@@ -75,26 +75,29 @@ async def cancel(driver: Driver, prompt: list[int], max_tokens: int) -> dict[str
     """Cancel the task of a running request: seconds until the caller is free, and until the engine has freed it."""
     if not driver.can_cancel:
         return None
-    running = asyncio.Event()
+    for _ in range(CANCEL_TRIES):
+        running = asyncio.Event()
+        task = asyncio.create_task(consume(driver.stream(prompt, max_tokens), running))
+        await running.wait()
+        await asyncio.sleep(0.002)  # somewhere inside a step, not at its edge
+        if task.done():  # a small model, and this process did not get its turn in time
+            continue
+        begun = time.perf_counter()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        caller_s = time.perf_counter() - begun
+        await driver.freed()
+        return {"caller_s": caller_s, "freed_s": time.perf_counter() - begun}
+    raise RuntimeError(f"{max_tokens} tokens were done before the request could be cancelled, {CANCEL_TRIES} times")
 
-    async def consume() -> None:
-        seen = 0
-        async for new in driver.stream(prompt, max_tokens):
-            seen += len(new)
-            if seen >= CANCEL_AFTER_TOKENS:
-                running.set()
 
-    task = asyncio.create_task(consume())
-    await running.wait()
-    await asyncio.sleep(0.003)  # somewhere inside a step, not at its edge
-    if task.done():
-        raise RuntimeError(f"{max_tokens} tokens were done before the request could be cancelled")
-    begun = time.perf_counter()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    caller_s = time.perf_counter() - begun
-    await driver.freed()
-    return {"caller_s": caller_s, "freed_s": time.perf_counter() - begun}
+async def consume(stream: AsyncIterator[list[int]], running: asyncio.Event) -> None:
+    """Read ``stream``; say when some of it has come."""
+    seen = 0
+    async for new in stream:
+        seen += len(new)
+        if seen >= CANCEL_AFTER_TOKENS:
+            running.set()
 
 
 async def answer(driver: Driver, asked: dict[str, Any]) -> dict[str, Any] | None:

@@ -154,6 +154,7 @@ def test_peers(tiny_llama: Path, tmp_path: Path) -> None:
     line = run_benchmark("peers.py", "--model", tiny_llama, "--only", *runs, *small, *variants, *absent)
     figures = line["figures"]
     for name in ("asyncllm-exact", "asyncllm-narrow", "transformers-fp32"):
+        assert "failed" not in figures[name], figures[name]["failed"]
         assert figures[name]["same_ids"] == {"as": "transformers-fp32", "share": 1, "before_difference": 1}
         assert len(figures[name]["rounds"]) == 2
         assert figures[name]["start"]["ready_s"] <= figures[name]["start"]["first_token_s"]
