@@ -16,7 +16,7 @@ from asyncllm.frontend.tokenizer import Tokenizer
 
 MODULES = (
     "argparse asyncio collections csv datetime decimal difflib email.message fractions functools heapq inspect json "
-    "logging pathlib pickle random statistics string subprocess textwrap threading typing unittest urllib.parse uuid "
+    "logging pathlib pickle random statistics string subprocess textwrap threading unittest urllib.parse uuid "
     "zipfile"
 )
 DISTINCT_TOKENS = 16  # of a prompt's beginning that no other prompt has

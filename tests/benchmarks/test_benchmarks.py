@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +167,52 @@ def test_peers(tiny_llama: Path, tmp_path: Path) -> None:
     assert figures["asyncllm-gguf"]["failed"].startswith("skipped")
     assert str(tiny_llama) not in json.dumps(line)
     assert (tmp_path / "bars.svg").is_file()
+
+
+# ------------------------------------------------------------------------------- what is inside, without any engine
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Import a module of the benchmarks' folder, for this test alone."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+
+    def load_module(name: str) -> Any:
+        module = importlib.import_module(name)
+        for new in set(sys.modules) - before:
+            if Path(getattr(sys.modules[new], "__file__", None) or "/").parent == BENCHMARKS:
+                monkeypatch.delitem(sys.modules, new)
+        return module
+
+    return load_module
+
+
+def test_prompts_are_reproducible_and_begin_differently(tiny_llama: Path, load: Callable[[str], Any]) -> None:
+    workload = load("workload")
+    case = workload.Case("some", 40, 64, 8)
+    prompts, again = workload.Prompts(str(tiny_llama)), workload.Prompts(str(tiny_llama))
+    taken = prompts.of(case)
+    assert again.of(case) == taken
+    assert {len(prompt) for prompt in taken} == {64}
+    assert len({tuple(prompt[:16]) for prompt in taken + prompts.of(case)}) == 80
+
+
+def test_table_of_peers_counts_times_better_both_ways(load: Callable[[str], Any]) -> None:
+    def measured(tokens_per_s: float, first_token_s: float) -> dict[str, Any]:
+        alone = {"decode_tokens_per_s": tokens_per_s, "output_tokens_per_s": 1.0, "other_cpus": 0.0}
+        first = {"first_token_s": first_token_s, "output_tokens_per_s": 1.0, "other_cpus": 0.5}
+        start = {"ready_s": 1.0, "first_token_s": 1.5, "weights_bytes": 1 << 20, "memory": {"kv_cache": 1 << 20}}
+        return {
+            "start": start | {"peak_rss_bytes": [3 << 20, 1 << 20]},
+            "rounds": [{"alone": alone, "first_token": first, "cancel": None}],
+        }
+
+    figures = {"asyncllm-exact": measured(200.0, 0.5), "other": measured(50.0, 1.0), "gone": {"failed": "skipped: why"}}
+    lines = load("peers_table").table(figures, ["alone", "first_token"]).splitlines()
+    assert "| asyncllm-exact | 1.0 | 1.5 | 200 | 500 | – | 4 | 2 | – | 0.50 |" in lines
+    assert "| gone | skipped: why |" in lines
+    assert lines[-1] == "| asyncllm-exact / other | 4.00 | 2.00 |"
+
+
+def test_options_are_json_or_text(load: Callable[[str], Any]) -> None:
+    options = load("report").options("quantization=int8,num_threads=2,enable_prefix_caching=false")
+    assert options == {"quantization": "int8", "num_threads": 2, "enable_prefix_caching": False}
