@@ -10,10 +10,24 @@ import numpy as np
 import torch
 
 from asyncllm.kernels import library
-from asyncllm.kernels.base import Activation, Batch, Format, HeadOutput, Kernels, KvShape, Norm, PackedWeight, Rotary
+from asyncllm.kernels.base import (
+    SAMPLING_DTYPE,
+    Activation,
+    Batch,
+    DrawnTokens,
+    Format,
+    HeadOutput,
+    Kernels,
+    KvShape,
+    Norm,
+    PackedWeight,
+    Rotary,
+)
 from asyncllm.kernels.library import CBatch, CKvCache, CLinear, CNorm, CRotary
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from asyncllm.kernels.decoder import Decoder, DecoderSpec
 
 __all__ = ["NativeKernels", "NativePool"]
@@ -114,6 +128,19 @@ class NativeKernels(Kernels):
         args = (ctypes.byref(c_linear(weight)), *matrix(x, weight.k), *c_logits, address(best), rows)
         check(self.dll.allm_head_forward(self.pool.handle, *args), "head")
         return HeadOutput(best, logits)
+
+    def draw_tokens(
+        self, logits: torch.Tensor, samplings: npt.NDArray[np.void], positions: npt.NDArray[np.int64]
+    ) -> DrawnTokens:
+        """Return a token of each row of ``logits``."""
+        rows, vocab_size = logits.shape
+        if samplings.dtype != SAMPLING_DTYPE or samplings.shape != (rows,) or positions.shape != (rows,):
+            raise ValueError(f"{rows} rows want as many samplings and positions: {samplings.shape}, {positions.shape}")
+        token_ids, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        where = (address(np.ascontiguousarray(samplings)), address(np.ascontiguousarray(positions, np.int64)))
+        args = (*matrix(logits), vocab_size, *where, address(token_ids), address(best), rows)
+        check(self.dll.allm_draw_tokens(self.pool.handle, *args), "draw_tokens")
+        return DrawnTokens(token_ids, best)
 
     # ---- elementwise -------------------------------------------------------------------------------------------------
 

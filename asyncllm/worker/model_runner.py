@@ -142,7 +142,7 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
             device=spec.device,
         )
-        self.sampler = Sampler()
+        self.sampler = Sampler(spec.kernels)
         self._metadata: SamplingMetadata | None = None
         self._metadata_version = -1
         self._flat_tokens = self.batch.tokens.view(-1)
