@@ -174,9 +174,10 @@ class Batch(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """What the head gives for R rows: the greedy token of each, and the logits where they were wanted."""
+    """What the head gives for R rows: the greedy token of each with its logit, and all logits if they were wanted."""
 
     best: torch.Tensor  # [R] int64
+    best_logits: torch.Tensor  # [R] float32, the logit of that token
     logits: torch.Tensor | None  # [R, vocabulary] float32
 
 
@@ -263,7 +264,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def head(self, x: torch.Tensor, weight: PackedWeight, *, with_logits: bool = True) -> HeadOutput:
-        """Return the greatest logit's index of each row of ``x`` (ties: the lowest), and the logits."""
+        """Return the greatest logit of each row of ``x`` and its index (ties: the lowest), and all logits."""
 
     def draw_tokens(
         self, logits: torch.Tensor, samplings: npt.NDArray[np.void], positions: npt.NDArray[np.int64]

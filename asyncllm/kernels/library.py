@@ -173,7 +173,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "allm_gather_rows": (I32, (P, P, P, I64, F32, *MATRIX)),
     "allm_linear_forward": (I32, (P, P, *MATRIX, *MATRIX, I64)),
     "allm_gated_linear_forward": (I32, (P, P, P, I32, *MATRIX, *MATRIX, I64)),
-    "allm_head_forward": (I32, (P, P, *MATRIX, *MATRIX, P, I64)),
+    "allm_head_forward": (I32, (P, P, *MATRIX, *MATRIX, P, P, I64)),
     "allm_add_norm": (I32, (P, P, *MATRIX, *MATRIX, *MATRIX, I64, I64)),
     "allm_activate": (I32, (P, I32, *MATRIX, *MATRIX, *MATRIX, I64, I64)),
     "allm_kv_block_bytes": (I64, (P,)),

@@ -120,14 +120,15 @@ class NativeKernels(Kernels):
         return out
 
     def head(self, x: torch.Tensor, weight: PackedWeight, *, with_logits: bool = True) -> HeadOutput:
-        """Return the greatest logit's index of each row, and the logits."""
+        """Return the greatest logit of each row and its index, and all logits."""
         rows = x.shape[0]
-        best = torch.empty(rows, dtype=torch.int64)
+        best, best_logits = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         logits = torch.empty(rows, weight.n) if with_logits else None
         c_logits = matrix(logits) if logits is not None else (None, 0)
-        args = (ctypes.byref(c_linear(weight)), *matrix(x, weight.k), *c_logits, address(best), rows)
+        found = (address(best), address(best_logits))
+        args = (ctypes.byref(c_linear(weight)), *matrix(x, weight.k), *c_logits, *found, rows)
         check(self.dll.allm_head_forward(self.pool.handle, *args), "head")
-        return HeadOutput(best, logits)
+        return HeadOutput(best, best_logits, logits)
 
     def draw_tokens(
         self, logits: torch.Tensor, samplings: npt.NDArray[np.void], positions: npt.NDArray[np.int64]

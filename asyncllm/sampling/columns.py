@@ -62,6 +62,11 @@ class SamplingMetadata:
         """Return whether no row draws."""
         return not self.random_rows
 
+    @property
+    def only_greedy(self) -> bool:
+        """Return whether the most likely token of each row is all that is wanted."""
+        return self.all_greedy and self.adjustments is None and self.logprob_rows is None
+
 
 class SamplingColumns:
     """Sampling parameters of the requests in the slots of a persistent batch."""

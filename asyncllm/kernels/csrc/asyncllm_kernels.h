@@ -86,9 +86,10 @@ ALLM_API int32_t allm_linear_forward(allm_pool* pool, const allm_linear* linear,
 ALLM_API int32_t allm_gated_linear_forward(allm_pool* pool, const allm_linear* gate, const allm_linear* up,
                                            int32_t activation, const float* x, int64_t x_stride, float* y,
                                            int64_t y_stride, int64_t m);
-// best[m] = argmax of the logits of row m, ties and NaN as torch.argmax; logits themselves only if `logits` is not null.
+// best[m] = argmax of the logits of row m, ties and NaN as torch.argmax, and best_logits[m] that logit; the logits of all
+// columns only if `logits` is not null. Each of the three may be null.
 ALLM_API int32_t allm_head_forward(allm_pool* pool, const allm_linear* head, const float* x, int64_t x_stride,
-                                   float* logits, int64_t logits_stride, int64_t* best, int64_t m);
+                                   float* logits, int64_t logits_stride, int64_t* best, float* best_logits, int64_t m);
 
 // ---- norms and activations (norm.cpp, activation.cpp) ------------------------------------------------------------
 
