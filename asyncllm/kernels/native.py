@@ -58,10 +58,10 @@ class NativeKernels(Kernels):
 
     name = "native"
 
-    def __init__(self, num_threads: int, isa: str | None = None) -> None:
+    def __init__(self, num_threads: int, isa: str | None = None, *, spin_us: int = SPIN_US) -> None:
         self.dll = library.load(isa)
         self.isa: str = self.dll.allm_isa().decode()
-        self.pool = NativePool(self.dll, num_threads)
+        self.pool = NativePool(self.dll, num_threads, spin_us)
 
     @property
     def description(self) -> str:
