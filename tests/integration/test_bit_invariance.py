@@ -1,8 +1,8 @@
 """On the compiled kernels the logits at a position are a function of the tokens before it, bit for bit.
 
-The whole engine with a tiny model, in this process. Whatever a step computes is recorded under the token ids that led to
-it and must be what a lone request gave, computed in one chunk, on one thread, without a cache. The prompts cross the
-borders of KV blocks and of the attention's 256-token chunks.
+The whole engine with a tiny model, in this process. Whatever a step computes is recorded under the token ids that led
+to it and must be what a lone request gave, computed in one chunk, on one thread, without a cache. The prompts cross
+the borders of KV blocks and of the attention's 256-token chunks.
 """
 
 from __future__ import annotations
