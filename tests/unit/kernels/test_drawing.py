@@ -1,4 +1,4 @@
-"""The compiled drawing of tokens against the one in torch, which ``test_sampler.py`` holds to the distributions."""
+"""Drawing tokens: what the sampler does in torch, which its own tests hold to the distributions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from asyncllm.kernels import library
 from asyncllm.kernels.native import NativeKernels
-from tests.support.kernels import native_kernels
 from tests.support.sampling import sample, sampling
 
 FIELDS: list[dict[str, Any]] = [
@@ -30,13 +29,6 @@ FIELDS: list[dict[str, Any]] = [
 ]
 TEMPERATURES = (1.0, 0.05, 0.7, 3.0, 100.0)
 ROWS_EACH = 12
-
-
-@pytest.fixture(scope="module", params=["generic", "x86-64-v3", "x86-64-v4", "neon"])
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    if request.param not in library.usable():
-        pytest.skip(f"{request.param} does not run here, or was not compiled")
-    return NativeKernels(2, request.param)
 
 
 def logits_of(vocab_size: int, num_rows: int, spread: float) -> torch.Tensor:
@@ -90,18 +82,19 @@ def test_a_token_of_probability_zero_is_never_drawn(kernels: NativeKernels, fiel
     assert set(sample(logits, params, kernels=kernels).token_ids.tolist()) == {3, 69}
 
 
-def test_a_token_does_not_depend_on_its_neighbours_or_the_instruction_set() -> None:
+def test_a_token_does_not_depend_on_its_neighbours_or_the_instruction_set(
+    kernels: NativeKernels, alone: NativeKernels
+) -> None:
     logits = logits_of(3001, 40, 3.0)
     params = [sampling(temperature=0.8, seed=i, **FIELDS[i % len(FIELDS)]) for i in range(40)]
-    together = sample(logits, params, kernels=native_kernels()).token_ids
-    for isa in library.usable():
-        alone = NativeKernels(1, isa)
-        single = [sample(logits[i : i + 1], params[i : i + 1], kernels=alone).token_ids for i in range(40)]
-        assert torch.equal(torch.cat(single), together)
+    together = sample(logits, params, kernels=kernels).token_ids
+    single = [sample(logits[i : i + 1], params[i : i + 1], kernels=alone).token_ids for i in range(40)]
+    assert torch.equal(torch.cat(single), together)
+    plainest = NativeKernels(1, library.usable()[0])
+    assert torch.equal(sample(logits, params, kernels=plainest).token_ids, together)
 
 
-def test_parameters_that_do_not_fit_are_refused() -> None:
-    kernels = native_kernels()
+def test_parameters_that_do_not_fit_are_refused(kernels: NativeKernels) -> None:
     columns_of_two = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="2 rows"):
         kernels.draw_tokens(columns_of_two, torch.zeros(2).numpy(), torch.zeros(2).long().numpy())
