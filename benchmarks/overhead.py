@@ -30,7 +30,7 @@ from typing import Any
 
 import report
 import tiny_model
-from timed_worker import TIMED_WORKER, decode_step_ms
+from timed_worker import TIMED_WORKER, decode_step_ms, decode_together
 
 from asyncllm import AsyncLLM, Completion, EngineConfig, SamplingParams, TokenDelta
 from asyncllm.checkpoint import open_checkpoint
@@ -76,10 +76,8 @@ async def count_tokens(llm: AsyncLLM, prompt: list[int]) -> int:
     return sum([len(delta.token_ids) async for delta in llm.stream(prompt, PARAMS)])
 
 
-async def one_load(llm: AsyncLLM, streams: int, draw: random.Random, *, timed: bool) -> dict[str, float]:
+async def one_load(llm: AsyncLLM, streams: int, draw: random.Random) -> dict[str, float]:
     asked = prompts(streams, draw)
-    if timed:
-        await llm.collective_rpc("take_steps")
     pids = {"caller": os.getpid(), "engine": llm.info.pid}
     steps_before = (await llm.stats()).num_steps
     before = {name: cpu_s(pid) for name, pid in pids.items()}
@@ -91,25 +89,25 @@ async def one_load(llm: AsyncLLM, streams: int, draw: random.Random, *, timed: b
     if tokens != streams * OUTPUT_TOKENS:
         raise RuntimeError(f"{tokens} tokens instead of {streams * OUTPUT_TOKENS}")
     steps = (await llm.stats()).num_steps - steps_before
-    inside = decode_step_ms((await llm.collective_rpc("take_steps"))[0], streams) if timed else {}
     return {
         "tokens_per_s": round(tokens / wall_s, 1),
         "wall_us_per_token": round(wall_s / tokens * 1e6, 2),
         "wall_ms_per_step": round(wall_s / OUTPUT_TOKENS * 1e3, 3),
         "steps": steps,
         **{f"{name}_cpu_us_per_token": round((after[name] - before[name]) / tokens * 1e6, 2) for name in pids},
-        **inside,
     }
 
 
 async def end_to_end(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    draw, timed = random.Random(0), args.executor == "model"
+    draw = random.Random(0)
     figures: dict[str, Any] = {}
     async with AsyncLLM(model, **engine_options(args)) as llm:
-        await one_load(llm, min(args.streams), draw, timed=timed)
+        await one_load(llm, min(args.streams), draw)
         for streams in args.streams:
-            runs = [await one_load(llm, streams, draw, timed=timed) for _ in range(args.rounds)]
+            runs = [await one_load(llm, streams, draw) for _ in range(args.rounds)]
             figures[str(streams)] = sorted(runs, key=lambda run: run["wall_us_per_token"])[len(runs) // 2]
+            if args.executor == "model":
+                figures[str(streams)] |= await decode_together(llm, prompts(streams, draw), OUTPUT_TOKENS)
     return figures
 
 

@@ -14,7 +14,7 @@ import asyncio
 from typing import Any
 
 import report
-from timed_worker import TIMED_WORKER, decode_step_ms
+from timed_worker import TIMED_WORKER, decode_together
 from workload import Prompts
 
 from asyncllm import AsyncLLM, SamplingParams
@@ -22,16 +22,10 @@ from asyncllm import AsyncLLM, SamplingParams
 
 async def measure(llm: AsyncLLM, texts: list[list[int]], context: int, steps: int) -> dict[str, float]:
     """Return the step of as many streams as there are ``texts``, whose contexts end at ``context`` tokens."""
-
-    async def generate_all(max_tokens: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        await asyncio.gather(*(llm.generate(text[: context - steps], params) for text in texts))
-
-    await generate_all(1)  # the prompts are cached then: streams that wait for a prefill have few steps together
-    await llm.collective_rpc("take_steps")
-    await generate_all(steps)
-    (notes,) = await llm.collective_rpc("take_steps")
-    found = decode_step_ms(notes, len(texts))
+    prompts = [text[: context - steps] for text in texts]
+    once = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    await asyncio.gather(*(llm.generate(prompt, once) for prompt in prompts))  # cached then: no prefill in between
+    found = await decode_together(llm, prompts, steps)
     return found | {"tokens_per_s": round(len(texts) / found["step_ms"] * 1e3, 1)}
 
 

@@ -7,6 +7,7 @@ preparing the batch, sampling, and sending. The notes themselves cost about 2 µ
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import report
 
+from asyncllm import AsyncLLM, SamplingParams
 from asyncllm.wire.step import SchedulerOutput
 from asyncllm.worker.worker import Worker
 
@@ -64,6 +66,20 @@ class TimedWorker(Worker):
         """Return the notes since the last call."""
         steps, self._steps = self._steps, []
         return steps
+
+
+async def decode_together(llm: AsyncLLM, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
+    """Run ``prompts``, all begun in the same step, and return :func:`decode_step_ms` of them."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    await llm.collective_rpc("take_steps")
+    await llm.pause()
+    tasks = [asyncio.create_task(llm.generate(prompt, params)) for prompt in prompts]
+    while (await llm.stats()).num_waiting < len(prompts):
+        pass
+    await llm.resume()
+    await asyncio.gather(*tasks)
+    (steps,) = await llm.collective_rpc("take_steps")
+    return decode_step_ms(steps, len(prompts))
 
 
 def decode_step_ms(steps: list[Any], streams: int) -> dict[str, float]:
