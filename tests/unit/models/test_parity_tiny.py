@@ -1,6 +1,6 @@
 """Tiny random models of every shape we register give the logits and the greedy tokens of transformers.
 
-On torch with blocks of 4 tokens and on the compiled kernels with blocks of 16, so that windows lie in a block and across.
+On torch with blocks of 4 tokens, and on the compiled kernels with blocks of 16; windows lie in a block and across.
 """
 
 from __future__ import annotations
