@@ -17,6 +17,7 @@ from asyncllm import LLM, Completion, SamplingParams
 from asyncllm.attention.cpu import CpuAttention
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.checkpoint.gguf import GGUFFile
+from asyncllm.frontend.detokenizer import make_detokenizer
 from asyncllm.frontend.tokenizer import Tokenizer
 from asyncllm.kernels.base import Format
 from asyncllm.layers.linear_native import NativeLinearMethod, packed_parts
@@ -30,7 +31,7 @@ from tests.support.kernels import native_kernels
 MakeDriver = Callable[..., FlatDriver]
 CPU = torch.device("cpu")
 NUM_TOKENS = 64
-MAX_LEN = 768
+MAX_LEN = 832
 LICENCE = (Path(__file__).resolve().parents[2] / "LICENSE").read_text(encoding="utf-8")
 TEXTS = [
     "The capital of France is",
@@ -43,8 +44,12 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def prompts(gemma3_gguf: Path) -> list[list[int]]:
-    tokenizer = Tokenizer.from_path(gemma3_gguf)
+def tokenizer(gemma3_gguf: Path) -> Tokenizer:
+    return Tokenizer.from_path(gemma3_gguf)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     found = [tokenizer.encode(text) for text in TEXTS]
     assert 512 - NUM_TOKENS < len(found[-2]) < 512 < len(found[-1]) < MAX_LEN - NUM_TOKENS
     return found
@@ -73,7 +78,7 @@ def expected(gemma3_gguf: Path, prompts: list[list[int]], native_model: Gemma3Fo
     kernels = native_kernels()
     driver = FlatDriver(native_model, kernels=kernels, max_tokens=MAX_LEN, max_rows=len(TEXTS))
     found = driver.greedy_all(dict(enumerate(prompts)), NUM_TOKENS)
-    reference = gemma3.reference_of_gguf(gemma3_gguf)
+    reference = gemma3.reference(gemma3_gguf)
     return [gemma3.corrected(reference, prompt, found[row]) for row, prompt in enumerate(prompts)]
 
 
@@ -138,7 +143,7 @@ def check(completions: list[Completion], prompts: list[list[int]], expected: lis
 def test_the_engine_together_then_with_cached_prefixes(
     gemma3_gguf: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    with LLM(gemma3_gguf, max_model_len=MAX_LEN, num_blocks=256, max_num_batched_tokens=200) as llm:
+    with LLM(gemma3_gguf, in_process=True, max_model_len=MAX_LEN, num_blocks=256, max_num_batched_tokens=200) as llm:
         check(llm.generate(TEXTS, GREEDY), prompts, expected)
         again = llm.generate(TEXTS, GREEDY)
         check(again, prompts, expected)
@@ -146,7 +151,7 @@ def test_the_engine_together_then_with_cached_prefixes(
 
 
 def test_the_engine_under_preemption(gemma3_gguf: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with LLM(gemma3_gguf, max_model_len=MAX_LEN, num_blocks=72, max_num_batched_tokens=333) as llm:
+    with LLM(gemma3_gguf, in_process=True, max_model_len=MAX_LEN, num_blocks=72, max_num_batched_tokens=333) as llm:
         check(llm.generate(TEXTS, GREEDY), prompts, expected)
         assert llm.stats().num_preemptions > 0
 
@@ -171,18 +176,30 @@ CORPUS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizers_of_both(gemma3_gguf: Path, gemma3_folder: Path) -> tuple[Tokenizer, Any]:
-    from tokenizers import Tokenizer as Library
+def library(gemma3_folder: Path) -> Any:
+    from tokenizers import Tokenizer
 
-    return Tokenizer.from_path(gemma3_gguf), Library.from_file(str(gemma3_folder / "tokenizer.json"))
+    return Tokenizer.from_file(str(gemma3_folder / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("text", CORPUS, ids=range(len(CORPUS)))
-def test_ids_and_text_are_those_of_the_library(tokenizers_of_both: tuple[Tokenizer, Any], text: str) -> None:
-    ours, theirs = tokenizers_of_both
-    ids = ours.encode(text)
-    assert ids == theirs.encode(text).ids
-    assert ids[0] == ours.bos_token_id
+def test_ids_and_text_are_those_of_the_library(tokenizer: Tokenizer, library: Any, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert ids == library.encode(text).ids
+    assert ids[0] == tokenizer.bos_token_id
     for skip in (False, True):
-        assert ours.decode(ids, skip) == theirs.decode(ids, skip)
-    assert ours.decode(ids[1:], False) == text.replace("▁", " ")
+        assert tokenizer.decode(ids, skip) == library.decode(ids, skip)
+    assert tokenizer.decode(ids[1:], False) == text.replace("▁", " ")
+
+
+def test_streamed_text_is_what_the_library_decodes_at_once(tokenizer: Tokenizer, library: Any) -> None:
+    """Characters that are no token of the vocabulary come byte by byte, and are held until they are whole."""
+    text = "".join(f"{text}\n" for text in CORPUS)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert sum(map(tokenizer.is_byte_token, ids)) > 10
+    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)
+    pieces = [piece for token_id in ids if (piece := detokenizer.push(token_id)) is not None]
+    pieces.append(detokenizer.close())
+    assert [token_id for _, held in pieces for token_id in held] == ids
+    assert "".join(piece for piece, _ in pieces) == library.decode(ids, skip_special_tokens=False)
+    assert not any("\ufffd" in piece for piece, _ in pieces)

@@ -1,26 +1,51 @@
-"""Gemma 3 270M converted from its GGUF to a Hugging Face folder, by names and rules of the ``gguf`` package.
+"""Gemma 3 270M converted from its GGUF for transformers.
 
-Independent of this package's readers: the tensor names are gguf's own, the merges come from a plain double loop, and
-the tokenizer has the steps of Google's ``tokenizer.json``.
+Independent of what it tests: names and numbers of the tensors are those of the ``gguf`` package, the merges come from a
+plain loop, and the tokenizer has the steps of Google's ``tokenizer.json``. Only the container is read by this package
+(``gguf`` needs ten seconds for the lists of 262,144 tokens); other tests hold that reader to ``gguf``.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from asyncllm.checkpoint.gguf import GGUFFile
 
 CONTROL, USER_DEFINED = 3, 4
 
 
 @functools.lru_cache(maxsize=1)
-def reference_of_gguf(gguf: Path) -> Any:
-    """Return what transformers makes of the dequantized file, in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def reference(gguf: Path) -> Any:
+    """Return transformers' model with the numbers of the file, dequantized to float32.
 
-    return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    transformers reads GGUF files itself, but only where ``accelerate`` is installed.
+    """
+    import numpy as np
+    import torch
+    from gguf import MODEL_ARCH, GGMLQuantizationType, dequantize, get_tensor_name_map
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    file = GGUFFile(gguf)
+    config = _config(file)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    names = get_tensor_name_map(MODEL_ARCH.GEMMA3, config.num_hidden_layers)
+    waiting = dict(file.tensors)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = waiting.pop(f"{names.get_name(name.removesuffix('.weight'))}.weight")
+            data = np.frombuffer(file.tensor_bytes(tensor.name), np.uint8).reshape(*tensor.shape[:-1], -1)
+            values = dequantize(data, GGMLQuantizationType[tensor.type_name])
+            parameter.copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
+            if name.endswith("norm.weight"):
+                parameter.sub_(1.0)
+    assert not waiting
+    return model
 
 
 def corrected(reference: Any, prompt: list[int], token_ids: list[int]) -> list[int]:
@@ -38,16 +63,24 @@ def corrected(reference: Any, prompt: list[int], token_ids: list[int]) -> list[i
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write ``gguf`` as a Hugging Face folder in bfloat16."""
-    import numpy as np
     import torch
-    from gguf import MODEL_ARCH, GGUFReader, dequantize, get_tensor_name_map
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-    reader = GGUFReader(gguf)
-    meta = {key: field.contents() for key, field in reader.fields.items()}
-    config = Gemma3TextConfig(
-        vocab_size=len(meta["tokenizer.ggml.tokens"]),
+    model = reference(gguf)
+    weights = {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
+    tokenizer = json.dumps(_tokenizer(GGUFFile(gguf).metadata), ensure_ascii=False)
+    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+
+
+def _config(file: GGUFFile) -> Any:
+    from transformers import Gemma3TextConfig
+
+    meta = file.metadata
+    return Gemma3TextConfig(
+        vocab_size=meta.length("tokenizer.ggml.tokens"),
         hidden_size=meta["gemma3.embedding_length"],
         intermediate_size=meta["gemma3.feed_forward_length"],
         num_hidden_layers=meta["gemma3.block_count"],
@@ -57,25 +90,10 @@ def convert(gguf: Path, folder: Path) -> None:
         max_position_embeddings=meta["gemma3.context_length"],
         sliding_window=meta["gemma3.attention.sliding_window"],
         architectures=["Gemma3ForCausalLM"],
-        dtype="bfloat16",
     )
-    names = get_tensor_name_map(MODEL_ARCH.GEMMA3, config.num_hidden_layers)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    with torch.device("meta"):
-        wanted = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
-    weights: dict[str, Any] = {}
-    for name in wanted:
-        tensor = tensors.pop(f"{names.get_name(name.removesuffix('.weight'))}.weight")
-        value = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
-        weights[name] = (value - 1.0 if name.endswith("norm.weight") else value).bfloat16()
-    assert not tensors
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(meta), ensure_ascii=False), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
 
 
-def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
+def _tokenizer(meta: Mapping[str, Any]) -> dict[str, Any]:
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     template = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
