@@ -34,6 +34,7 @@ def reference(gguf: Path) -> Any:
     config = _config(file)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.tie_weights()
     names = get_tensor_name_map(MODEL_ARCH.GEMMA3, config.num_hidden_layers)
     waiting = dict(file.tensors)
     with torch.no_grad():
