@@ -11,7 +11,7 @@ Source: transformers/models/gemma3/modeling_gemma3.py.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
@@ -43,7 +43,7 @@ class Gemma3Settings(LlamaSettings, kw_only=True):
     """The part of ``config.json`` that shapes the model."""
 
     hidden_act: str = msgspec.field(name="hidden_activation")
-    query_pre_attn_scalar: float
+    query_pre_attn_scalar: Annotated[float, msgspec.Meta(gt=0)]
     sliding_window: Count | None = None
     sliding_window_pattern: Count = 6
     """Every so many layers one sees all tokens; older files say this instead of ``layer_types``."""
