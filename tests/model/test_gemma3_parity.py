@@ -5,6 +5,8 @@ One prompt is longer than the sliding window of 512 tokens, and one reaches beyo
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,8 @@ from asyncllm.models.registry import build_model
 from tests.support import gemma3, models
 from tests.support.flat import FlatDriver
 from tests.support.kernels import native_kernels
+
+pytestmark = pytest.mark.slow
 
 MakeDriver = Callable[..., FlatDriver]
 CPU = torch.device("cpu")
@@ -190,6 +194,19 @@ def test_ids_and_text_are_those_of_the_library(tokenizer: Tokenizer, library: An
     for skip in (False, True):
         assert tokenizer.decode(ids, skip) == library.decode(ids, skip)
     assert tokenizer.decode(ids[1:], False) == text.replace("▁", " ")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the memory in use is read from /proc")
+def test_the_memory_that_building_the_tokenizer_took_is_given_back(gemma3_gguf: Path) -> None:
+    code = f"""
+from pathlib import Path
+from asyncllm.frontend.tokenizer import Tokenizer
+
+tokenizer = Tokenizer.from_path({str(gemma3_gguf)!r})
+print(int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) << 10)
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(run.stdout) < 200e6  # 120 MB are in use, 350 MB were
 
 
 def test_streamed_text_is_what_the_library_decodes_at_once(tokenizer: Tokenizer, library: Any) -> None:
