@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,14 @@ TEXTS = [
     LICENCE[:2200],
     LICENCE[:3600],
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def references() -> Iterator[None]:
+    """Let go of the references in the end: they take 1.1 GB each."""
+    yield
+    gemma3.reference.cache_clear()
+    models.reference.cache_clear()
 
 
 @pytest.fixture(scope="module")
