@@ -139,8 +139,8 @@ class Tokenizer:
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
         """Return the tokenizer of ``checkpoint``: its ``tokenizer.json``, or one built from the GGUF's metadata.
 
-        Takes about 0.1 s for 50,000 tokens, 2 s for the 262,144 of a Gemma GGUF, and belongs in a thread where a loop
-        runs. The library holds the GIL while it builds its tables: for Gemma's, 0.8 s at once.
+        Takes about 0.1 s for 50,000 tokens, 2.5 s for the 262,144 of a Gemma GGUF, and belongs in a thread where a loop
+        runs. The library holds the GIL while it builds its tables: for Gemma's, 1 s at once.
 
         :raises UnsupportedModelError: there is no tokenizer that we can read; says which and what to do.
         :raises CheckpointError: its files are damaged.
