@@ -15,11 +15,12 @@ bin   := $(VENV)/bin
 pip   := $(bin)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install model gemma3 test test-setup lint types bench clean
+.PHONY: help demo install model gemma3 test test-setup sanitize lint types bench clean
 
 help:
 	@echo "make demo    install, fetch SmolLM2-135M-Instruct, and let it answer here (PROMPT='...')"
 	@echo "make test    install what the tests need and run them (ARGS='tests/unit -k ...')"
+	@echo "make sanitize  the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint    ruff          make types   pyright, strict"
 	@echo "make bench   one JSON line per question of benchmarks/README.md"
 	@echo "make clean   remove $(VENV), .models and caches"
@@ -36,6 +37,17 @@ test-setup: $(VENV)/.tested-with $(VENV)/.kernels model gemma3
 
 test: test-setup
 	$(bin)/python -m pytest -rfEs $(ARGS)
+
+# Python itself leaks at its end, so leaks are not looked for.
+ASAN := $(shell c++ -print-file-name=libasan.so 2>/dev/null)
+SANITIZED := $(VENV)/sanitized
+sanitize: test-setup
+	@if [ ! -f "$(ASAN)" ]; then echo "SKIPPED: no c++ with AddressSanitizer here"; exit 0; fi; \
+	isa=$$($(bin)/python -c 'from asyncllm.kernels.library import usable; print(usable()[-1])'); \
+	echo "Compiling the $$isa kernels with sanitizers ..."; rm -rf $(SANITIZED); \
+	CXX=c++ $(bin)/python -m asyncllm.kernels.build --sanitize --isa $$isa --output $(SANITIZED) >/dev/null && \
+	LD_PRELOAD=$(ASAN) ASAN_OPTIONS=detect_leaks=0 ASYNCLLM_TEST_KERNELS=$(SANITIZED) \
+	$(bin)/python -m pytest -q tests/unit/kernels --ignore tests/unit/kernels/test_build.py $(ARGS)
 
 lint: $(VENV)/.tested-with
 	$(bin)/ruff check .

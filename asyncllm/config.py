@@ -123,6 +123,8 @@ class DeviceConfig:
     """``auto``, ``native`` (compiled), ``cpu`` (torch) or ``reference``; the last two run the whole model on torch."""
     num_threads: int | None = None
     """Threads of one CPU worker; ``None``: the cores this process may use."""
+    share_cores: bool = False
+    """Give way to the application on its cores: the engine's process runs at low priority and never spins."""
 
     def __post_init__(self) -> None:
         _at_least("num_threads", self.num_threads, 1)
@@ -162,6 +164,10 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
+
+    def __post_init__(self) -> None:
+        if self.device.share_cores and self.frontend.in_process:
+            _refuse("share_cores", True, "False with in_process=True: only an engine process of its own can give way")
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> EngineConfig:

@@ -20,6 +20,7 @@ RUNS: dict[str, list[str]] = {
     "startup": ["--model"],
     "cancel_latency": ["--model"],
     "ttft_prefix": ["--model"],
+    "shared_cores": ["--model"],
     "overhead": [],
     "overhead_scripted": ["--executor", "scripted"],
 }

@@ -63,6 +63,10 @@ SHUTDOWN = "shutdown"
 """The reason to stop that the caller gave, and so needs no telling."""
 
 
+LOW_PRIORITY = 10
+"""Added to the niceness: the engine gets about a tenth of a core that the application wants too."""
+
+
 class Stopped(Exception):
     """The process is to end now: SIGTERM, or the parent is dead."""
 
@@ -129,6 +133,8 @@ class EngineCoreProc:
 
     def _start(self) -> EngineCore:
         config = self._receive_config()
+        if config.device.share_cores:
+            give_way()
         started = time.monotonic()
         core = EngineCore(config, self._report)
         seconds = {**core.info.phase_to_seconds, "engine": time.monotonic() - started}
@@ -244,6 +250,14 @@ class EngineCoreProc:
         self._poller.poll()
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
+
+
+def give_way() -> None:
+    """Lower the priority of this thread and of all that it starts later, which is before any of them works."""
+    os.nice(LOW_PRIORITY)
+    # Where Linux weighs sessions against each other, niceness counts within one only, and this process leads its own.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(LOW_PRIORITY))
 
 
 def _connect(

@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from asyncllm.kernels.decoder import Decoder, DecoderSpec
 
 __all__ = [
+    "SAMPLING_DTYPE",
     "Activation",
     "Batch",
+    "DrawnTokens",
     "Format",
     "HeadOutput",
     "Kernels",
@@ -173,10 +174,31 @@ class Batch(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """What the head gives for R rows: the greedy token of each, and the logits where they were wanted."""
+    """What the head gives for R rows: the greedy token of each with its logit, and all logits if they were wanted."""
 
     best: torch.Tensor  # [R] int64
+    best_logits: torch.Tensor  # [R] float32, the logit of that token
     logits: torch.Tensor | None  # [R, vocabulary] float32
+
+
+SAMPLING_DTYPE = np.dtype(
+    [
+        ("temperature", np.float32),  # 0: the greatest logit
+        ("top_p", np.float32),  # in (0, 1]
+        ("min_p", np.float32),
+        ("top_k", np.int32),  # 0: all
+        ("seed", np.uint64),
+        ("sample_index", np.int64),
+    ]
+)
+"""How one row is drawn: ``allm_sampling`` of the C interface."""
+
+
+class DrawnTokens(NamedTuple):
+    """One token for each of R rows."""
+
+    token_ids: torch.Tensor  # [R] int64
+    best_logits: torch.Tensor  # [R] float32, the greatest logit; a row without a finite one has no valid token
 
 
 class Kernels(ABC):
@@ -242,7 +264,17 @@ class Kernels(ABC):
 
     @abstractmethod
     def head(self, x: torch.Tensor, weight: PackedWeight, *, with_logits: bool = True) -> HeadOutput:
-        """Return the greatest logit's index of each row of ``x`` (ties: the lowest), and the logits."""
+        """Return the greatest logit of each row of ``x`` and its index (ties: the lowest), and all logits."""
+
+    def draw_tokens(
+        self, logits: torch.Tensor, samplings: npt.NDArray[np.void], positions: npt.NDArray[np.int64]
+    ) -> DrawnTokens | None:
+        """Return a token of each row of ``logits`` [R, V]; ``None``: these kernels leave drawing to torch.
+
+        ``samplings`` [R] of :data:`SAMPLING_DTYPE`; ``positions`` [R]: the output position that each row draws. The
+        distribution and its numbers are those of :mod:`asyncllm.sampling.sampler`, equal within rounding.
+        """
+        return None
 
     # ---- elementwise -------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class ComposedDecoder(Decoder):
         if not (with_logits or with_best):
             return StepOutput(hidden if with_hidden else None, None, None)
         sampled = hidden[rows] if with_hidden else hidden
-        best, logits = kernels.head(sampled, spec.head, with_logits=with_logits)
+        best, _, logits = kernels.head(sampled, spec.head, with_logits=with_logits)
         return StepOutput(hidden if with_hidden else None, logits, best if with_best else None)
 
     def _embed(self, batch: Batch) -> torch.Tensor:

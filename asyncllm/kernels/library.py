@@ -33,7 +33,7 @@ __all__ = [
     "open_library",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 OFF = "off"
 
 c_pointer = ctypes.c_void_p
@@ -173,13 +173,14 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "allm_gather_rows": (I32, (P, P, P, I64, F32, *MATRIX)),
     "allm_linear_forward": (I32, (P, P, *MATRIX, *MATRIX, I64)),
     "allm_gated_linear_forward": (I32, (P, P, P, I32, *MATRIX, *MATRIX, I64)),
-    "allm_head_forward": (I32, (P, P, *MATRIX, *MATRIX, P, I64)),
+    "allm_head_forward": (I32, (P, P, *MATRIX, *MATRIX, P, P, I64)),
     "allm_add_norm": (I32, (P, P, *MATRIX, *MATRIX, *MATRIX, I64, I64)),
     "allm_activate": (I32, (P, I32, *MATRIX, *MATRIX, *MATRIX, I64, I64)),
     "allm_kv_block_bytes": (I64, (P,)),
     "allm_rotate_and_write": (I32, (P, P, P, P, P, *MATRIX, I32, *MATRIX, *MATRIX, P, P, I64)),
     "allm_read_kv": (I32, (P, P, I64, P, P)),
     "allm_paged_attention": (I32, (P, P, P, *MATRIX, I32, F32, I32, *MATRIX)),
+    "allm_draw_tokens": (I32, (P, *MATRIX, I64, P, P, P, P, I64)),
     "allm_decoder_workspace_bytes": (I64, (P, I64, I64)),
     "allm_decoder_step": (I32, (P, P, P, P, P, P)),
 }

@@ -10,10 +10,24 @@ import numpy as np
 import torch
 
 from asyncllm.kernels import library
-from asyncllm.kernels.base import Activation, Batch, Format, HeadOutput, Kernels, KvShape, Norm, PackedWeight, Rotary
+from asyncllm.kernels.base import (
+    SAMPLING_DTYPE,
+    Activation,
+    Batch,
+    DrawnTokens,
+    Format,
+    HeadOutput,
+    Kernels,
+    KvShape,
+    Norm,
+    PackedWeight,
+    Rotary,
+)
 from asyncllm.kernels.library import CBatch, CKvCache, CLinear, CNorm, CRotary
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from asyncllm.kernels.decoder import Decoder, DecoderSpec
 
 __all__ = ["NativeKernels", "NativePool"]
@@ -44,10 +58,10 @@ class NativeKernels(Kernels):
 
     name = "native"
 
-    def __init__(self, num_threads: int, isa: str | None = None) -> None:
+    def __init__(self, num_threads: int, isa: str | None = None, *, spin_us: int = SPIN_US) -> None:
         self.dll = library.load(isa)
         self.isa: str = self.dll.allm_isa().decode()
-        self.pool = NativePool(self.dll, num_threads)
+        self.pool = NativePool(self.dll, num_threads, spin_us)
 
     @property
     def description(self) -> str:
@@ -106,14 +120,28 @@ class NativeKernels(Kernels):
         return out
 
     def head(self, x: torch.Tensor, weight: PackedWeight, *, with_logits: bool = True) -> HeadOutput:
-        """Return the greatest logit's index of each row, and the logits."""
+        """Return the greatest logit of each row and its index, and all logits."""
         rows = x.shape[0]
-        best = torch.empty(rows, dtype=torch.int64)
+        best, best_logits = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         logits = torch.empty(rows, weight.n) if with_logits else None
         c_logits = matrix(logits) if logits is not None else (None, 0)
-        args = (ctypes.byref(c_linear(weight)), *matrix(x, weight.k), *c_logits, address(best), rows)
+        found = (address(best), address(best_logits))
+        args = (ctypes.byref(c_linear(weight)), *matrix(x, weight.k), *c_logits, *found, rows)
         check(self.dll.allm_head_forward(self.pool.handle, *args), "head")
-        return HeadOutput(best, logits)
+        return HeadOutput(best, best_logits, logits)
+
+    def draw_tokens(
+        self, logits: torch.Tensor, samplings: npt.NDArray[np.void], positions: npt.NDArray[np.int64]
+    ) -> DrawnTokens:
+        """Return a token of each row of ``logits``."""
+        rows, vocab_size = logits.shape
+        if samplings.dtype != SAMPLING_DTYPE or samplings.shape != (rows,) or positions.shape != (rows,):
+            raise ValueError(f"{rows} rows want as many samplings and positions: {samplings.shape}, {positions.shape}")
+        token_ids, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        where = (address(np.ascontiguousarray(samplings)), address(np.ascontiguousarray(positions, np.int64)))
+        args = (*matrix(logits), vocab_size, *where, address(token_ids), address(best), rows)
+        check(self.dll.allm_draw_tokens(self.pool.handle, *args), "draw_tokens")
+        return DrawnTokens(token_ids, best)
 
     # ---- elementwise -------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class TorchKernels(Kernels):
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x`` times ``weight`` plus its bias."""
-        y = F.linear(x, weight.data.float(), weight.bias)
+        y = F.linear(x, weight.data[: weight.n].float(), weight.bias)
         return y if out is None else out.copy_(y)
 
     def gated_linear(
@@ -87,9 +87,10 @@ class TorchKernels(Kernels):
         return self.activate(self.linear(x, gate), activation, self.linear(x, up))
 
     def head(self, x: torch.Tensor, weight: PackedWeight, *, with_logits: bool = True) -> HeadOutput:
-        """Return the greatest logit's index of each row, and the logits."""
+        """Return the greatest logit of each row and its index, and all logits."""
         logits = self.linear(x, weight)
-        return HeadOutput(logits.argmax(-1), logits if with_logits else None)
+        best = logits.argmax(-1)
+        return HeadOutput(best, logits.gather(1, best[:, None])[:, 0], logits if with_logits else None)
 
     # ---- elementwise -------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 __all__ = ["describe_kernels", "make_kernels"]
 
 
-def make_kernels(num_threads: int) -> Kernels:
+def make_kernels(num_threads: int, *, may_spin: bool = True) -> Kernels:
     """Return the best kernels for this machine on ``num_threads`` threads; log ``.description`` of what came.
+
+    ``may_spin``: idle threads may wait for the next loop awake for some microseconds.
 
     :raises ConfigError: ``ASYNCLLM_KERNELS`` names an instruction set that is not there.
     """
@@ -22,9 +24,9 @@ def make_kernels(num_threads: int) -> Kernels:
         from asyncllm.kernels.reference import TorchKernels
 
         return TorchKernels(found.reason)
-    from asyncllm.kernels.native import NativeKernels
+    from asyncllm.kernels.native import SPIN_US, NativeKernels
 
-    return NativeKernels(num_threads, found.isa)
+    return NativeKernels(num_threads, found.isa, spin_us=SPIN_US if may_spin else 0)
 
 
 def describe_kernels() -> str:

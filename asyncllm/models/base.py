@@ -19,6 +19,7 @@ from asyncllm.attention.base import AttentionBackend, KVCache
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from asyncllm.kernels.base import DrawnTokens
     from asyncllm.loader import QuantizedTensor
 
 __all__ = ["CausalLM", "ForwardContext", "StepModel"]
@@ -42,6 +43,13 @@ class StepModel(Protocol):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [R, vocab_size]; see :meth:`CausalLM.compute_logits`."""
+        ...
+
+    def greedy_tokens(self, hidden: torch.Tensor, vocab_size: int) -> DrawnTokens | None:
+        """Return the greatest logit among the first ``vocab_size`` for rows of ``hidden`` [R, hidden], and its token.
+
+        No logits are kept for it. ``None``: the model has only :meth:`compute_logits`.
+        """
         ...
 
 
@@ -75,3 +83,7 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [R, vocab_size] for the rows of ``hidden`` [R, hidden] that sample."""
+
+    def greedy_tokens(self, hidden: torch.Tensor, vocab_size: int) -> DrawnTokens | None:
+        """Return nothing: torch has no head that keeps no logits."""
+        return None

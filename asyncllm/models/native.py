@@ -6,12 +6,13 @@ The model must keep its weights by :class:`~asyncllm.layers.linear_native.Native
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncllm.errors import UnsupportedModelError
-from asyncllm.kernels.base import Activation, Format, Norm, NormKind, Rotary
+from asyncllm.kernels.base import Activation, DrawnTokens, Format, Norm, NormKind, Rotary
 from asyncllm.kernels.decoder import DecoderSpec, LayerSpec
 from asyncllm.layers.linear_native import packed_parts
 from asyncllm.layers.norm import LayerNorm, RMSNorm
@@ -67,6 +68,14 @@ class NativeModel:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [R, vocab_size]."""
         return self._kernels.linear(hidden, self._spec.head)
+
+    def greedy_tokens(self, hidden: torch.Tensor, vocab_size: int) -> DrawnTokens:
+        """Return the greatest logit of each row among the first ``vocab_size``, and its token."""
+        head = self._spec.head
+        if head.n != vocab_size:  # rows beyond the vocabulary are padding
+            head = dataclasses.replace(head, n=vocab_size)
+        best, best_logits, _ = self._kernels.head(hidden, head, with_logits=False)
+        return DrawnTokens(best, best_logits)
 
 
 def describe(model: CausalLM, *, block_size: int, kv_format: Format = Format.F32) -> DecoderSpec:

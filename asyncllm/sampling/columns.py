@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncllm.kernels.base import SAMPLING_DTYPE
 from asyncllm.sampling.penalties import Adjustments
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ class SamplingMetadata:
     slots: Int64
     greedy_rows: torch.Tensor | None  # None: all rows are greedy
     random_rows: list[RandomRows]
-    seeds: npt.NDArray[np.uint64]
-    sample_indices: Int64
+    parameters: npt.NDArray[np.void]  # [R] of SAMPLING_DTYPE
     adjustments: Adjustments | None
     logprob_rows: torch.Tensor | None  # rows that want logprobs
     logprob_slots: list[int]
@@ -61,6 +61,11 @@ class SamplingMetadata:
     def all_greedy(self) -> bool:
         """Return whether no row draws."""
         return not self.random_rows
+
+    @property
+    def only_greedy(self) -> bool:
+        """Return whether the most likely token of each row is all that is wanted."""
+        return self.all_greedy and self.adjustments is None and self.logprob_rows is None
 
 
 class SamplingColumns:
@@ -72,24 +77,25 @@ class SamplingColumns:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.device = device
-        self.temperature = np.zeros(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int64)
-        self.top_p = np.ones(num_slots, np.float32)
-        self.min_p = np.zeros(num_slots, np.float32)
-        self.seed = np.zeros(num_slots, np.uint64)
-        self.sample_index = np.zeros(num_slots, np.int64)
+        self.parameters = np.zeros(num_slots, SAMPLING_DTYPE)
+        self.temperature: npt.NDArray[np.float32] = self.parameters["temperature"]
+        self.top_k: npt.NDArray[np.int32] = self.parameters["top_k"]
+        self.top_p: npt.NDArray[np.float32] = self.parameters["top_p"]
+        self.min_p: npt.NDArray[np.float32] = self.parameters["min_p"]
         self.num_logprobs = np.full(num_slots, -1, np.int64)
         self.adjusted: dict[int, EngineSampling] = {}  # slots whose logits are changed before the draw
 
     def put(self, slot: int, sampling: EngineSampling) -> None:
         """Take the parameters of the request that now owns ``slot``."""
         greedy = sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
-        self.temperature[slot] = 0.0 if greedy else sampling.temperature
-        self.top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
-        self.top_p[slot] = max(sampling.top_p, SMALLEST_TOP_P)
-        self.min_p[slot] = sampling.min_p
-        self.seed[slot] = sampling.seed
-        self.sample_index[slot] = sampling.sample_index
+        self.parameters[slot] = (
+            0.0 if greedy else sampling.temperature,
+            max(sampling.top_p, SMALLEST_TOP_P),
+            sampling.min_p,
+            sampling.top_k if sampling.top_k < self.vocab_size else 0,
+            sampling.seed,
+            sampling.sample_index,
+        )
         self.num_logprobs[slot] = min(sampling.logprobs, self.vocab_size)
         if Adjustments.wanted(sampling):
             self.adjusted[slot] = sampling
@@ -108,8 +114,7 @@ class SamplingColumns:
             slots=slots,
             greedy_rows=None if greedy.all() else self._tensor(np.flatnonzero(greedy)),
             random_rows=self._random_rows(slots, ~greedy),
-            seeds=self.seed[slots],
-            sample_indices=self.sample_index[slots],
+            parameters=self.parameters[slots],
             adjustments=self._adjustments(rows_to_sampling) if rows_to_sampling else None,
             logprob_rows=self._tensor(want_logprobs) if len(want_logprobs) else None,
             logprob_slots=slots[want_logprobs].tolist(),
@@ -147,5 +152,5 @@ class SamplingColumns:
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _column(self, array: npt.NDArray[np.float32] | Int64) -> torch.Tensor:
+    def _column(self, array: npt.NDArray[np.float32 | np.int32]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device).unsqueeze(1)

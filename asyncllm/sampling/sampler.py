@@ -5,6 +5,9 @@ the cumulative distribution at the row's uniform number. Nothing is drawn from a
 operations over that row alone, by a path that its own parameters choose: its token cannot depend on its neighbours.
 
 A token of probability zero is never drawn: the first one whose cumulative sum *exceeds* u * total has a positive share.
+
+Kernels that can draw do it in one call for all rows (:meth:`asyncllm.kernels.base.Kernels.draw_tokens`); what is
+written in torch here serves everything else, and is what they are held to.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -22,6 +25,7 @@ from asyncllm.sampling.logprobs import LogprobTensors, compute_logprobs
 from asyncllm.sampling.rng import uniforms
 
 if TYPE_CHECKING:
+    from asyncllm.kernels.base import Kernels
     from asyncllm.sampling.columns import RandomRows, SamplingMetadata
     from asyncllm.sampling.penalties import TokenHistory
 
@@ -40,7 +44,10 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Draws the tokens of a step; holds nothing between steps."""
+    """Draws the tokens of a step, on ``kernels`` where they can; holds nothing between steps."""
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self._kernels = kernels
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> SamplerOutput:
         """Return a token for each row of ``logits`` [R, V] float32, which may be changed in place."""
@@ -48,16 +55,26 @@ class Sampler:
         if metadata.adjustments is not None:
             logits = logits.contiguous()
             metadata.adjustments.apply(logits, history)
-        best = logits.amax(1)
-        token_ids = argmax(logits) if metadata.all_greedy else self._draw_rows(logits, metadata, history)
+        token_ids, best = self._draw(logits, metadata, history)
         logprobs = None
         if raw is not None and metadata.logprob_rows is not None:
             chosen = token_ids.index_select(0, metadata.logprob_rows)
             logprobs = compute_logprobs(raw, chosen, with_top=max(metadata.num_logprobs) > 0)
         return SamplerOutput(token_ids, best, logprobs)
 
+    def _draw(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens [R] and the largest logits [R]."""
+        if self._kernels is not None:
+            drawn = self._kernels.draw_tokens(logits, metadata.parameters, history.positions)
+            if drawn is not None:
+                return drawn
+        best = logits.amax(1)
+        return argmax(logits) if metadata.all_greedy else self._draw_rows(logits, metadata, history), best
+
     def _draw_rows(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> torch.Tensor:
-        numbers = uniforms(metadata.seeds, metadata.sample_indices, history.positions)
+        numbers = uniforms(metadata.parameters["seed"], metadata.parameters["sample_index"], history.positions)
         u = torch.from_numpy(numbers).to(logits.device).unsqueeze(1)  # [R, 1] float64
         group = metadata.random_rows[0]
         if group.rows is None:

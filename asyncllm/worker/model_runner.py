@@ -142,7 +142,7 @@ class ModelRunner:
             eos_token_ids=eos_token_ids,
             device=spec.device,
         )
-        self.sampler = Sampler()
+        self.sampler = Sampler(spec.kernels)
         self._metadata: SamplingMetadata | None = None
         self._metadata_version = -1
         self._flat_tokens = self.batch.tokens.view(-1)
@@ -240,11 +240,18 @@ class ModelRunner:
         metadata = self._metadata_of(slots)
         num_tokens = batch.num_tokens[slots]
         history = TokenHistory(batch.tokens, slots, batch.num_prompt_tokens[slots], num_tokens)
-        sampled = self.sampler.sample(self._logits(hidden), metadata, history)
+        sampled = self._greedy(hidden) if metadata.only_greedy else None
+        if sampled is None:
+            sampled = self.sampler.sample(self._logits(hidden), metadata, history)
         places = torch.from_numpy(slots * batch.max_tokens + num_tokens).to(self.device)
         self._flat_tokens.index_copy_(0, places, sampled.token_ids)
         batch.num_tokens[slots] = num_tokens + 1
         return sampled, metadata
+
+    def _greedy(self, hidden: torch.Tensor) -> SamplerOutput | None:
+        """Return the most likely tokens without logits of the whole vocabulary, where the model can."""
+        drawn = self.model.greedy_tokens(hidden, self.vocab_size)
+        return None if drawn is None else SamplerOutput(*drawn, logprobs=None)
 
     def _metadata_of(self, slots: Int64) -> SamplingMetadata:
         """Return the sampling metadata of ``slots``: the last one while the same requests sample in the same order."""

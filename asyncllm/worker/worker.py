@@ -141,7 +141,7 @@ class Worker:
         wanted = self.config.device.attention_backend
         if self.device.type != "cpu" or self.dtype != torch.float32 or wanted not in ("auto", "native"):
             return None
-        kernels = make_kernels(num_threads)
+        kernels = make_kernels(num_threads, may_spin=not self.config.device.share_cores)
         if kernels.name == "native":
             return kernels
         logger.warning("%s; this is several times slower", kernels.description)

@@ -109,6 +109,12 @@ def test_ttft_prefix(tiny_llama: Path) -> None:
     assert figures["64"]["cached_tokens"] == 48  # 56 shared ids are three whole blocks of 16
 
 
+def test_shared_cores(tiny_llama: Path) -> None:
+    figures = run_benchmark("shared_cores.py", "--model", tiny_llama, "--seconds", 0.3, "--streams", 2)["figures"]
+    assert set(figures) == {"default", "shared"}
+    assert figures["shared"]["application"] > 0
+
+
 @pytest.mark.parametrize("executor", ["model", "scripted"])
 def test_overhead(executor: str) -> None:
     figures = run_benchmark("overhead.py", "--streams", 1, 4, "--rounds", 1, "--executor", executor)["figures"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from asyncllm.client.async_mp import AsyncMPClient
 from asyncllm.client.base import EngineCoreClient
 from asyncllm.client.inproc import InprocClient
 from asyncllm.client.sync_mp import SyncMPClient
+from asyncllm.core.engine_core_proc import LOW_PRIORITY
 from asyncllm.errors import ConfigError, EngineDeadError, RequestTooLargeError, UsageError, UtilityError
 from asyncllm.wire.endpoints import Endpoints
 from asyncllm.wire.messages import EngineCoreOutputs, EngineFinishReason, SchedulerStats
@@ -446,3 +448,17 @@ def test_json_values_cross_unchanged(tmp_path: Path) -> None:
     value = json.loads('{"a": [1, 2.5, null, true, "ü"], "b": {"c": -9223372036854775808}}')
     with started_sync(scripted_config(tmp_path)) as client:
         assert client.call_utility("collective_rpc", "echo", [value]) == [[value]]
+
+
+@pytest.mark.parametrize("share_cores", [False, True])
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": False})], ids=["asyncio"])
+def test_an_engine_that_shares_cores_gives_way(tmp_path: Path, anyio_backend: object, share_cores: bool) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    with started_sync(scripted_config(tmp_path, share_cores=share_cores)) as client:
+        assert client.engine_pid is not None
+        lowest = 19
+        expected = min(lowest, own + LOW_PRIORITY) if share_cores else own
+        assert os.getpriority(os.PRIO_PROCESS, client.engine_pid) == expected
+        autogroup = Path(f"/proc/{client.engine_pid}/autogroup")
+        if autogroup.is_file():
+            assert autogroup.read_text().endswith(f"nice {LOW_PRIORITY if share_cores else 0}\n")

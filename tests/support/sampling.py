@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from asyncllm.kernels.base import Kernels
 from asyncllm.sampling.columns import SamplingColumns
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
@@ -24,6 +25,7 @@ def sample(
     histories: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
     positions: Sequence[int] | None = None,
     eos_token_ids: tuple[int, ...] = (2,),
+    kernels: Kernels | None = None,
 ) -> SamplerOutput:
     """Sample one token per row; ``histories`` are (prompt, output) ids, ``positions`` stand for outputs of that length.
 
@@ -44,4 +46,4 @@ def sample(
         tokens[slot, : len(prompt) + len(output)] = [*prompt, *output]
     history = TokenHistory(torch.from_numpy(tokens), slots, prompt_lens, prompt_lens + output_lens)
     with torch.inference_mode():
-        return Sampler().sample(logits.clone(), columns.select(slots), history)
+        return Sampler(kernels).sample(logits.clone(), columns.select(slots), history)

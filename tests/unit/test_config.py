@@ -27,6 +27,13 @@ def _section(name: str) -> type:
     return type(getattr(EngineConfig.from_options("m"), name))
 
 
+def test_only_an_engine_process_can_give_way() -> None:
+    assert EngineConfig.from_options("m", share_cores=True).device.share_cores
+    with pytest.raises(ConfigError, match="in_process=True") as caught:
+        EngineConfig.from_options("m", share_cores=True, in_process=True)
+    assert caught.value.parameter == "share_cores"
+
+
 def test_an_unknown_option_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'") as caught:
         EngineConfig.from_options("m", max_num_seq=4)

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define ALLM_ABI_VERSION 2
+#define ALLM_ABI_VERSION 3
 #define ALLM_API __attribute__((visibility("default")))
 
 enum allm_status { ALLM_OK = 0, ALLM_NO_MEMORY = -1, ALLM_BAD_ARGUMENT = -2 };
@@ -86,9 +86,10 @@ ALLM_API int32_t allm_linear_forward(allm_pool* pool, const allm_linear* linear,
 ALLM_API int32_t allm_gated_linear_forward(allm_pool* pool, const allm_linear* gate, const allm_linear* up,
                                            int32_t activation, const float* x, int64_t x_stride, float* y,
                                            int64_t y_stride, int64_t m);
-// best[m] = argmax of the logits of row m, ties and NaN as torch.argmax; logits themselves only if `logits` is not null.
+// best[m] = argmax of the logits of row m, ties and NaN as torch.argmax, and best_logits[m] that logit; the logits of all
+// columns only if `logits` is not null. Each of the three may be null.
 ALLM_API int32_t allm_head_forward(allm_pool* pool, const allm_linear* head, const float* x, int64_t x_stride,
-                                   float* logits, int64_t logits_stride, int64_t* best, int64_t m);
+                                   float* logits, int64_t logits_stride, int64_t* best, float* best_logits, int64_t m);
 
 // ---- norms and activations (norm.cpp, activation.cpp) ------------------------------------------------------------
 
@@ -155,6 +156,23 @@ typedef struct allm_batch {
 ALLM_API int32_t allm_paged_attention(allm_pool* pool, const allm_kv_cache* cache, const allm_batch* batch,
                                       const float* query, int64_t query_stride, int32_t num_heads, float scale,
                                       int32_t window, float* out, int64_t out_stride);
+
+// ---- drawing tokens (sample.cpp) ---------------------------------------------------------------------------------
+
+typedef struct allm_sampling {
+    float temperature;  // 0: the greatest logit
+    float top_p;        // in (0, 1]
+    float min_p;
+    int32_t top_k;  // 0: all
+    uint64_t seed;
+    int64_t sample_index;
+} allm_sampling;
+
+// ids[r] = a token of row r, best[r] = its greatest logit. The number that decides is Philox4x32-10 of the row's seed, sample
+// index and output position. A row whose greatest logit is not finite has no valid token; ids[r] is then that logit's column.
+ALLM_API int32_t allm_draw_tokens(allm_pool* pool, const float* logits, int64_t logits_stride, int64_t vocabulary,
+                                  const allm_sampling* samplings, const int64_t* positions, int64_t* ids, float* best,
+                                  int64_t rows);
 
 // ---- a whole decoder (step.cpp) ----------------------------------------------------------------------------------
 

@@ -325,9 +325,9 @@ int32_t allm_gated_linear_forward(allm_pool* pool, const allm_linear* gate, cons
 }
 
 int32_t allm_head_forward(allm_pool* pool, const allm_linear* head, const float* x, int64_t x_stride, float* logits,
-                          int64_t logits_stride, int64_t* best, int64_t m) {
+                          int64_t logits_stride, int64_t* best, float* best_logits, int64_t m) {
     if (!fits(*head, m)) return ALLM_BAD_ARGUMENT;
-    if (!best) return logits ? allm_linear_forward(pool, head, x, x_stride, logits, logits_stride, m) : ALLM_OK;
+    if (!best && !best_logits) return logits ? allm_linear_forward(pool, head, x, x_stride, logits, logits_stride, m) : ALLM_OK;
     Grid grid(pool, m, ceil_div(head->n, P));
     Best* found = m ? (Best*)malloc(sizeof(Best) * grid.pieces * m) : nullptr;  // [piece][row]
     if (m && !found) return ALLM_NO_MEMORY;
@@ -351,7 +351,8 @@ int32_t allm_head_forward(allm_pool* pool, const allm_linear* head, const float*
             const Best& other = found[piece * m + r];
             take_best(winner, &other.value, 1, other.index);
         }
-        best[r] = winner.index;
+        if (best) best[r] = winner.index;
+        if (best_logits) best_logits[r] = winner.value;
     }
     free(found);
     return status;

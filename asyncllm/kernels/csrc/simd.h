@@ -105,6 +105,16 @@ ALLM_INLINE vf min(vf a, vf b) { return -max(-a, -b); }  // b where either is Na
 // where(mask, a, b): mask lanes are all ones or all zeros
 ALLM_INLINE vf where(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
+ALLM_INLINE bool any(vi mask) {  // of lanes that are all ones or all zeros
+#if ALLM_AVX512
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif ALLM_AVX2
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
+
 ALLM_INLINE vi lane_index() {
 #if ALLM_AVX512
     return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

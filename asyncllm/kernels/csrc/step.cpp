@@ -170,7 +170,8 @@ void Step::finish(const allm_step_output& output) {
     }
     if (!output.logits && !output.best) return;
     then([&] {
-        return allm_head_forward(pool, &decoder.head, projected, stride, output.logits, output.logits_stride, output.best, samples);
+        return allm_head_forward(pool, &decoder.head, projected, stride, output.logits, output.logits_stride, output.best, nullptr,
+                                 samples);
     });
 }
 

@@ -1,7 +1,7 @@
 """Fixtures of the kernel tests: every compiled library that runs here, on one and on two threads.
 
 A machine with a compiler but without compiled libraries gets them once per session, in a folder of its own.
-``ASYNCLLM_TEST_KERNELS`` names another folder to take them from, such as one built with sanitizers.
+``ASYNCLLM_TEST_KERNELS`` names another folder to take what there is from, such as one built with sanitizers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ ISAS = build.isas()
 @pytest.fixture(autouse=True, scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of the compiled libraries, in place of the package's own where that is empty."""
-    folder = Path(os.environ.get("ASYNCLLM_TEST_KERNELS") or build.LIBRARY_DIR)
-    if not all(build.library_path(isa, folder).is_file() for isa in ISAS):
+    given = os.environ.get("ASYNCLLM_TEST_KERNELS")
+    folder = Path(given) if given else build.LIBRARY_DIR
+    if not given and not all(build.library_path(isa, folder).is_file() for isa in ISAS):
         if build.find_compiler() is None:
             pytest.skip("no compiled kernels, and no C++ compiler to make them")
         folder = tmp_path_factory.mktemp("kernels")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -151,10 +153,19 @@ def test_a_gated_product_equals_torch(
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_greedy_tokens_are_the_argmax_of_the_logits(kernels: NativeKernels, rows: int) -> None:
     weight, x = kernels.pack(torch.randn(1003, 64)), torch.randn(rows, 64)
-    best, logits = kernels.head(x, weight)
+    best, best_logits, logits = kernels.head(x, weight)
     assert torch.equal(logits, kernels.linear(x, weight))
     assert torch.equal(best, logits.argmax(-1))
-    assert torch.equal(kernels.head(x, weight, with_logits=False).best, best)
+    assert torch.equal(best_logits, logits.amax(-1))
+    alone = kernels.head(x, weight, with_logits=False)
+    assert torch.equal(alone.best, best)
+    assert torch.equal(alone.best_logits, best_logits)
+
+
+def test_the_rows_of_a_head_can_end_earlier(kernels: NativeKernels) -> None:
+    weight, x = kernels.pack(torch.randn(1003, 64)), torch.randn(5, 64)
+    shorter = replace(weight, n=70)
+    assert torch.equal(kernels.head(x, shorter).best, kernels.linear(x, weight)[:, :70].argmax(-1))
 
 
 def test_of_equal_logits_the_first_wins(kernels: NativeKernels) -> None:
@@ -167,9 +178,10 @@ def test_nan_logits_are_the_greatest_as_in_torch(kernels: NativeKernels) -> None
     values = torch.randn(1003, 8)
     values[[500, 900]] = float("nan")
     values[3] = float("inf")
-    best, logits = kernels.head(torch.ones(2, 8), kernels.pack(values, Format.F32))
+    best, best_logits, logits = kernels.head(torch.ones(2, 8), kernels.pack(values, Format.F32))
     assert logits is not None
     assert best.tolist() == logits.argmax(-1).tolist() == [500, 500]
+    assert best_logits.isnan().all()
 
 
 def test_logits_of_minus_infinity_still_have_an_argmax(kernels: NativeKernels) -> None:

@@ -40,8 +40,8 @@ def test_case106_a_new_request_fills_its_slot(batch: InputBatch) -> None:
     assert columns.top_k[2] == 3
     assert columns.top_p[2] == np.float32(0.9)
     assert columns.min_p[2] == np.float32(0.1)
-    assert columns.seed[2] == 2**64 - 1
-    assert columns.sample_index[2] == 2
+    assert columns.parameters["seed"][2] == 2**64 - 1
+    assert columns.parameters["sample_index"][2] == 2
     assert columns.num_logprobs[2] == 5
     assert batch.slot_to_request_id == {2: 102}
 

@@ -1,0 +1,110 @@
+"""On the compiled kernels the logits at a position are a function of the tokens before it, bit for bit.
+
+The whole engine with a tiny model, in this process. Whatever a step computes is recorded under the token ids that led
+to it and must be what a lone request gave, computed in one chunk, on one thread, without a cache. The prompts cross
+the borders of KV blocks and of the attention's 256-token chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncllm import LLM, SamplingParams
+from asyncllm.worker.model_runner import ModelRunner, PreparedStep
+from tests.support.kernels import native_kernels
+
+NUM_TOKENS = 40
+NEIGHBOURS = (1, 2, 7, 32, 64)
+LONGEST = 300
+CHUNKS = {"whole prompts": 1024, "chunks of 64": 64, "chunks of 13": 13}
+POOLS = {"roomy": 2000, "preempted": (LONGEST + NUM_TOKENS) // 16 + 2}
+"""KV blocks of 16 tokens: enough for all, or for one long request alone."""
+
+Logits = dict[bytes, bytes]
+"""The bits of the logits by the token ids before them."""
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    """Return prompts of 1 … 300 tokens; every third begins like the one before it."""
+    chance = random.Random(4)
+    made = [[chance.randrange(256) for _ in range(LONGEST)]]
+    for i in range(1, max(NEIGHBOURS)):
+        kept = made[-1][: 37 + i] if i % 3 == 0 else []
+        fresh = [chance.randrange(256) for _ in range(1 + 53 * i % (LONGEST - 130))]
+        made.append((kept + fresh)[:LONGEST])
+    return made
+
+
+@contextmanager
+def recorded(model: Path, **options: Any) -> Iterator[tuple[LLM, Logits]]:
+    """Yield an engine, and what it computes while it works."""
+    found: Logits = {}
+    sample = ModelRunner._sample  # pyright: ignore[reportPrivateUsage]
+
+    def record(runner: ModelRunner, prepared: PreparedStep, hidden: torch.Tensor) -> Any:
+        rows = prepared.sample_rows
+        slots = prepared.slots if rows is None else prepared.slots[rows]
+        if len(slots):
+            last = hidden if prepared.last_tokens is None else hidden.index_select(0, prepared.last_tokens)
+            for slot, logits in zip(slots, runner.model.compute_logits(last), strict=True):
+                tokens = runner.batch.tokens[slot, : runner.batch.num_tokens[slot]]
+                bits = logits.numpy().tobytes()
+                assert found.setdefault(tokens.numpy().tobytes(), bits) == bits
+        return sample(runner, prepared, hidden)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "_sample", record)
+        with LLM(model, in_process=True, max_model_len=LONGEST + NUM_TOKENS, max_num_seqs=64, **options) as llm:
+            assert llm.info.attention_backend == "native"
+            found.clear()  # the warm-up
+            yield llm, found
+
+
+def generate(llm: LLM, count: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for completion in llm.generate(prompts()[:count], params):
+        assert len(completion.token_ids) == NUM_TOKENS
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path) -> Logits:
+    native_kernels()
+    with recorded(tiny_llama, num_blocks=100, num_threads=1, enable_prefix_caching=False) as (llm, found):
+        for prompt in prompts():
+            llm.generate([prompt], temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        assert llm.stats().num_preemptions == 0
+    assert len(found) == len(prompts()) * NUM_TOKENS
+    assert len(set(found.values())) > len(found) / 2  # they are worth comparing
+    return found
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_blocks", POOLS.values(), ids=POOLS)
+@pytest.mark.parametrize("chunk", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("count", NEIGHBOURS)
+def test_the_logits_are_those_of_a_lone_request(
+    count: int, chunk: int, num_blocks: int, num_threads: int, tiny_llama: Path, expected: Logits
+) -> None:
+    """Cold, then with cached prefixes."""
+    options = {"max_num_batched_tokens": chunk, "num_blocks": num_blocks, "num_threads": num_threads}
+    with recorded(tiny_llama, **options) as (llm, found):
+        for hits in (False, True):
+            found.clear()
+            generate(llm, count)
+            assert len(found) == count * NUM_TOKENS
+            assert found.items() <= expected.items()
+            stats = llm.stats()
+            assert stats.prefix_hits > 0 or not hits
+        if num_blocks == POOLS["roomy"]:
+            assert stats.num_preemptions == 0
+        elif count >= 32:  # fewer of them wait until there is room
+            assert stats.num_preemptions > 0
