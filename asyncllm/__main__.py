@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +25,7 @@ from asyncllm.llm_engine import LLMEngine
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
+    from asyncllm.checkpoint import Checkpoint
     from asyncllm.outputs import Completion
     from asyncllm.wire.messages import EngineInfo
 
@@ -127,7 +129,7 @@ def _info(options: argparse.Namespace) -> int:
             "path": checkpoint.path,
             "format": checkpoint.format,
             "architecture": checkpoint.architecture,
-            "weights": checkpoint.dtype or "not said",
+            "weights": _weights(checkpoint),
             "vocabulary": checkpoint.vocab_size,
             "context": checkpoint.max_position,
             "end of sequence": ", ".join(map(str, checkpoint.eos_token_ids)) or "none",
@@ -152,6 +154,17 @@ def _info(options: argparse.Namespace) -> int:
             },
         )
     return 0
+
+
+def _weights(checkpoint: Checkpoint) -> str:
+    """Return how the weights are stored: the dtype, or the tensor types of a GGUF file by their share of its bytes."""
+    if checkpoint.gguf is None:
+        return checkpoint.dtype or "not said"
+    sizes = Counter[str]()
+    for tensor in checkpoint.gguf.tensors.values():
+        sizes[tensor.type_name] += tensor.num_bytes
+    shares = {name: num_bytes / sizes.total() for name, num_bytes in sizes.most_common()}
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
 def _show_engine(info: EngineInfo) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 import pytest
 
-from tests.support import leaks, models
+from tests.support import gemma3, leaks, models
 
 # Before torch is imported, here or by an engine. Threads of OpenMP spin while they wait for each other: on cores that
 # others use too, a step of two threads takes ten times as long as one of a single thread.
@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_GGUF = REPOSITORY / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_GEMMA3 = REPOSITORY / ".models" / "gemma3-270m.Q4_K_M.gguf"
 
 BACKENDS = [
     pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
@@ -70,6 +71,24 @@ def smollm2_folder(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory)
     """The same weights as a Hugging Face folder in float32, written once per session and removed at its end."""
     folder = tmp_path_factory.mktemp("smollm2")
     models.convert_gguf(smollm2_gguf, folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """The real Gemma 3 270M as a Q4_K_M GGUF; a test that uses it is skipped where there is none."""
+    path = Path(os.environ.get("ASYNCLLM_TEST_GEMMA3") or DEFAULT_GEMMA3)
+    if not path.is_file():
+        pytest.skip(f"no Gemma 3 GGUF at ASYNCLLM_TEST_GEMMA3 or {DEFAULT_GEMMA3}; `make gemma3` brings it")
+    return path
+
+
+@pytest.fixture(scope="session")
+def gemma3_folder(gemma3_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Its weights rounded to bfloat16 as a Hugging Face folder, written once per session and removed at its end."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    gemma3.convert(gemma3_gguf, folder)
     yield folder
     shutil.rmtree(folder)
 

@@ -6,11 +6,30 @@ its row when it is registered in :mod:`asyncllm.models.registry`; a test compare
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["with_defaults"]
 
 MODEL_TYPE_TO_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    },
     "llama": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -73,9 +92,32 @@ MODEL_TYPE_TO_DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
 }
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` completed by what its model type means where it is silent; an explicit ``null`` stays."""
-    return {**MODEL_TYPE_TO_DEFAULTS.get(str(config.get("model_type")), {}), **config}
+    """Return ``config`` completed by what its model type means where it is silent; an explicit ``null`` stays.
+
+    The same for the ``text_config`` of a model that takes more than text.
+    """
+    complete = {**MODEL_TYPE_TO_DEFAULTS.get(str(config.get("model_type")), {}), **config}
+    if isinstance(nested := complete.get("text_config"), dict):
+        complete["text_config"] = with_defaults(cast("dict[str, Any]", nested))
+    return complete

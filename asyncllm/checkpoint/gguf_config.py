@@ -139,26 +139,72 @@ def make_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
 
 def _llama(section: _Section) -> dict[str, Any]:
     """Return the configuration of a ``llama`` file, which holds Mistral and others of the same shape too."""
-    if section.get("expert_count", 0):
-        raise section.unsupported("experts (llama.expert_count)")
     tensors = section.file.tensors
-    hidden_size = section.need("embedding_length")
-    num_heads = section.per_layer("attention.head_count") or section.need("attention.head_count")
-    head_dim = section.get("attention.key_length", hidden_size // num_heads)
-    if section.get("attention.value_length", head_dim) != head_dim:
-        raise section.unsupported("values of another width than keys (llama.attention.value_length)")
-    if section.get("rope.dimension_count", head_dim) != head_dim:
-        raise section.unsupported("rotary positions on a part of each head (llama.rope.dimension_count)")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "hidden_act": "silu",
+        **_decoder(section),
+    }
+
+
+def _qwen2(section: _Section) -> dict[str, Any]:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", **_decoder(section)}
+
+
+def _qwen3(section: _Section) -> dict[str, Any]:
+    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", **_decoder(section)}
+
+
+def _gemma3(section: _Section) -> dict[str, Any]:
+    """Return the configuration of the language model of Gemma 3; what it has for images is in another file."""
+    shared = _decoder(section)
+    layers, window = shared["num_hidden_layers"], section.get("attention.sliding_window")
+    # What scales the scores is not in the file; llama.cpp knows that of the 27B model by its 62 layers.
+    scalar = shared["hidden_size"] // shared["num_attention_heads"] if layers == 62 else shared["head_dim"]
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+        **shared,
+        "attn_logit_softcapping": section.get("attn_logit_softcapping"),
+        "final_logit_softcapping": section.get("final_logit_softcapping"),
+        "layer_types": _layer_types(section, layers) if window else ["full_attention"] * layers,
+        "query_pre_attn_scalar": scalar,
+        "rope_local_base_freq": section.get("rope.freq_base_swa", 10000.0),
+        "rope_theta": section.get("rope.freq_base", 1000000.0),
+        "sliding_window": window or None,
+    }
+
+
+def _layer_types(section: _Section, num_layers: int) -> list[str]:
+    """Return which layers see a window only, from one flag per layer or from the period of those that see all."""
+    pattern: Any = section.get("attention.sliding_window_pattern", 6)
+    if not isinstance(pattern, list):
+        pattern = [bool((index + 1) % pattern) for index in range(num_layers)]
+    return ["sliding_attention" if sliding else "full_attention" for sliding in cast("list[Any]", pattern)]
+
+
+def _decoder(section: _Section) -> dict[str, Any]:
+    """Return what files of all our architectures say alike."""
+    prefix = section.prefix
+    if section.get("expert_count", 0):
+        raise section.unsupported(f"experts ({prefix}.expert_count)")
+    hidden_size = section.need("embedding_length")
+    num_heads = section.per_layer("attention.head_count") or section.need("attention.head_count")
+    head_dim = section.get("attention.key_length", hidden_size // num_heads)
+    if section.get("attention.value_length", head_dim) != head_dim:
+        raise section.unsupported(f"values of another width than keys ({prefix}.attention.value_length)")
+    if section.get("rope.dimension_count", head_dim) != head_dim:
+        raise section.unsupported(f"rotary positions on a part of each head ({prefix}.rope.dimension_count)")
+    return {
         "bos_token_id": section.file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": section.file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": section.file.metadata.get("tokenizer.ggml.padding_token_id"),
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": section.per_layer("feed_forward_length") or section.need("feed_forward_length"),
         "max_position_embeddings": section.need("context_length"),
@@ -168,7 +214,7 @@ def _llama(section: _Section) -> dict[str, Any]:
         "rms_norm_eps": section.need("attention.layer_norm_rms_epsilon"),
         "rope_scaling": _rope_scaling(section),
         "rope_theta": section.get("rope.freq_base", 10000.0),
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "tie_word_embeddings": "output.weight" not in section.file.tensors,
         "vocab_size": _vocab_size(section),
     }
 
@@ -234,5 +280,10 @@ def _rope_factors(section: _Section) -> list[float] | None:
     return None if all(factor == 1.0 for factor in factors) else list(factors)
 
 
-ARCHITECTURE_TO_CONFIG: dict[str, Callable[[_Section], dict[str, Any]]] = {"llama": _llama}
+ARCHITECTURE_TO_CONFIG: dict[str, Callable[[_Section], dict[str, Any]]] = {
+    "gemma3": _gemma3,
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
 """``general.architecture`` of a GGUF file to the function that makes its configuration."""

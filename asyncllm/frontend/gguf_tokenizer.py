@@ -267,22 +267,24 @@ def _merges_by_score(file: _Vocabulary) -> list[tuple[str, str]]:
     SentencePiece merges the pair whose result has the best score; equal scores keep the order of ids. Tokens that are
     matched whole in the text (Gemma's runs of spaces) are never merged to.
     """
-    tokens = file.tokens
+    tokens, vocab = file.tokens, file.vocab
     scores: list[float] = file.need("scores")
     if len(scores) != len(tokens):
         raise file.damaged(f"has {len(tokens)} tokens and {len(scores)} scores")
-    found: list[tuple[float, int, int, int]] = []
-    lookup = file.vocab.get
-    for token_id, token in enumerate(tokens):
+    merges: list[tuple[str, str]] = []
+    for token_id in sorted(range(len(tokens)), key=scores.__getitem__, reverse=True):
+        token = tokens[token_id]
         if len(token) < 2 or file.types[token_id] in (CONTROL, USER_DEFINED):
             continue
-        score = -scores[token_id]
-        for cut in range(1, len(token)):
-            left = lookup(token[:cut])
-            if left is not None and (right := lookup(token[cut:])) is not None:
-                found.append((score, token_id, left, right))
-    found.sort()
-    return [(tokens[left], tokens[right]) for _, _, left, right in found]
+        ways = [
+            (left, right)
+            for cut in range(1, len(token))  # the hot loop: 1.2 million cuts for Gemma's 262,144 tokens
+            if (left := token[:cut]) in vocab and (right := token[cut:]) in vocab
+        ]
+        if len(ways) > 1:
+            ways.sort(key=lambda way: (vocab[way[0]], vocab[way[1]]))
+        merges += ways
+    return merges
 
 
 def _unsupported(source: str, why: str, feature: str) -> UnsupportedModelError:

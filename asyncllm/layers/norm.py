@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from asyncllm.layers.linear import parameter
 
-__all__ = ["LayerNorm", "RMSNorm"]
+if TYPE_CHECKING:
+    from asyncllm.layers.linear import Destination
+    from asyncllm.loader import QuantizedTensor
+
+__all__ = ["LayerNorm", "OffsetRMSNorm", "RMSNorm"]
 
 
 class RMSNorm(nn.Module):
@@ -28,9 +34,40 @@ class RMSNorm(nn.Module):
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
-    def destinations(self, name: str) -> dict[str, torch.Tensor]:
+    def destinations(self, name: str) -> dict[str, Destination]:
         """Return which parameter each checkpoint tensor fills."""
         return {f"{name}.weight": self.weight}
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm whose weight a checkpoint holds as the distance from one (Gemma), all of it in float32.
+
+    ``weight`` is float32 with the one added, whatever the model's dtype.
+    """
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size, eps, dtype=torch.float32, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` [T, size] normalised, as a new tensor of its dtype."""
+        return torch.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
+
+    def destinations(self, name: str) -> dict[str, Destination]:
+        """Return what takes each checkpoint tensor."""
+        return {f"{name}.weight": _AddOne(self.weight)}
+
+
+class _AddOne:
+    """Puts a tensor and one into ``target``."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self.shape = tuple(target.shape)
+        self._target = target
+
+    def take(self, tensor: torch.Tensor | QuantizedTensor) -> None:
+        """Add in float32, as transformers does in each forward pass."""
+        values = tensor if isinstance(tensor, torch.Tensor) else tensor.dequantize(torch.float32)
+        self._target.copy_(values).add_(1.0)
 
 
 class LayerNorm(nn.Module):
@@ -49,7 +86,7 @@ class LayerNorm(nn.Module):
         """Return ``x`` [T, size] normalised, as a new tensor."""
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
-    def destinations(self, name: str) -> dict[str, torch.Tensor]:
+    def destinations(self, name: str) -> dict[str, Destination]:
         """Return which parameter each checkpoint tensor fills."""
         if self.weight is None or self.bias is None:
             return {}

@@ -28,17 +28,14 @@ class NameTable:
 
     layer: dict[str, str]
     """``blk.N.KEY.weight`` is ``model.layers.N.VALUE.weight``; the same for ``bias``."""
-    top: dict[str, str]
-    ignored: frozenset[str] = frozenset()
-    """Tensors that are read elsewhere."""
     transforms: dict[str, Transform] = field(default_factory=dict[str, Transform])
-    """By the name in ``layer``: undoes what the conversion to GGUF did."""
+    """By the name in ``layer`` or :data:`TOP`: undoes what the conversion to GGUF did."""
 
     def translate(self, name: str) -> tuple[str, Transform | None]:
         """Return the Hugging Face name of ``name`` and what is to be undone; an unknown name as it is."""
         stem, _, kind = name.rpartition(".")
-        if stem in self.top:
-            return f"{self.top[stem]}.{kind}", None
+        if stem in TOP:
+            return f"{TOP[stem]}.{kind}", self.transforms.get(stem)
         block, _, part = stem.removeprefix("blk.").partition(".")
         if not stem.startswith("blk.") or part not in self.layer:
             return name, None
@@ -63,24 +60,38 @@ def _key_rows(tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
     return _split_rotary_pairs(tensor, config["num_key_value_heads"])
 
 
-LLAMA = NameTable(
-    layer={
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    },
-    top={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
-    ignored=frozenset({"rope_freqs.weight"}),  # part of the configuration
-    transforms={"attn_q": _query_rows, "attn_k": _key_rows},
-)
+def _distance_from_one(weight: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    """Return a norm's weight as Gemma's own checkpoints hold it; llama.cpp's converter adds the one."""
+    return weight - 1.0
 
-MODEL_TYPE_TO_NAMES = {"llama": LLAMA}
+
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+READ_ELSEWHERE = frozenset({"rope_freqs.weight"})  # part of the configuration
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA3_NORMS = ("attn_norm", "output_norm", *HEAD_NORMS, *FOUR_NORMS)
+
+MODEL_TYPE_TO_NAMES = {
+    "gemma3_text": NameTable(LAYER | HEAD_NORMS | FOUR_NORMS, dict.fromkeys(GEMMA3_NORMS, _distance_from_one)),
+    "llama": NameTable(LAYER, {"attn_q": _query_rows, "attn_k": _key_rows}),
+    "qwen2": NameTable(LAYER),
+    "qwen3": NameTable(LAYER | HEAD_NORMS),
+}
 
 
 def iter_gguf(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor, float]]:
@@ -95,7 +106,7 @@ def iter_gguf(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor | Quan
     done = released = 0
     for tensor in file.tensors.values():
         done += tensor.num_bytes
-        if tensor.name in names.ignored:
+        if tensor.name in READ_ELSEWHERE:
             continue
         name, transform = names.translate(tensor.name)
         value = _read(file, tensor)

@@ -1,14 +1,15 @@
 """The Llama family: RMSNorm before attention and MLP, rotary positions, grouped key/value heads, gated MLP.
 
-Serves Llama 1 … 3.3, SmolLM 1 and 2 and whatever else is saved as ``LlamaForCausalLM``, and two close relatives that
-differ in which projections have a bias and in a sliding window: Mistral and Qwen2.
+Serves Llama 1 … 3.3, SmolLM 1 and 2 and whatever else is saved as ``LlamaForCausalLM``, and close relatives that differ
+in which projections have a bias, in a sliding window and in norms of the query and key heads: Mistral, Qwen2 and Qwen3.
+It is the frame of Gemma 3 too (:mod:`asyncllm.models.gemma3`).
 
-Source: transformers/models/{llama,mistral,qwen2}/modeling_*.py.
+Source: transformers/models/{llama,mistral,qwen2,qwen3}/modeling_*.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import torch
@@ -30,7 +31,15 @@ if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
     from asyncllm.loader import QuantizedTensor
 
-__all__ = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
+__all__ = [
+    "LlamaDecoderLayer",
+    "LlamaForCausalLM",
+    "LlamaLayout",
+    "LlamaSettings",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+]
 
 
 class LlamaSettings(msgspec.Struct, kw_only=True):
@@ -58,35 +67,54 @@ class LlamaLayout(msgspec.Struct, kw_only=True):
     out_bias: bool
     windows: list[int | None]
     """Sliding window of each layer; ``None``: the layer sees all tokens."""
+    head_norm: type[RMSNorm] | None = None
+    """What normalises each query and key head before it is rotated."""
+    attention_scale: float | None = None
+    """``None``: one over the root of the head's size."""
 
 
 class LlamaAttention(nn.Module):
     """Rotated, grouped self-attention with fused query, key and value projections."""
 
-    def __init__(self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, **how: Any) -> None:
+    def __init__(
+        self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, *, method: LinearMethod, **where: Any
+    ) -> None:
         super().__init__()
+        how: dict[str, Any] = {"method": method, **where}
         self.num_heads, self.num_kv_heads, self.head_dim = model.num_heads, model.num_kv_heads, model.head_dim
         self.num_rotated = self.num_heads + self.num_kv_heads
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        hidden_size = model.settings.hidden_size
+        hidden_size, eps = model.settings.hidden_size, model.settings.rms_norm_eps
         self.qkv_proj = Linear(hidden_size, (q_size, kv_size, kv_size), bias=layout.qkv_bias, **how)
         self.o_proj = Linear(q_size, hidden_size, bias=layout.out_bias, **how)
-        self.attention = Attention(index, scale=self.head_dim**-0.5, window=layout.windows[index])
+        self.q_norm = layout.head_norm(self.head_dim, eps, **where) if layout.head_norm is not None else None
+        self.k_norm = layout.head_norm(self.head_dim, eps, **where) if layout.head_norm is not None else None
+        scale = self.head_dim**-0.5 if layout.attention_scale is None else layout.attention_scale
+        self.attention = Attention(index, scale=scale, window=layout.windows[index])
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
         """Return the layer's attention output for ``hidden`` [T, hidden], [T, hidden]."""
         heads = self.qkv_proj(hidden).view(hidden.shape[0], self.num_rotated + self.num_kv_heads, self.head_dim)
-        rotated = apply_rotary(heads[:, : self.num_rotated], rotation)
+        rotated = apply_rotary(self._normed(heads[:, : self.num_rotated]), rotation)
         query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]  # [T, H, D], [T, KV, D]
         attended = self.attention(query, key, heads[:, self.num_rotated :], context)  # [T, H * D]
         return self.o_proj(attended)
 
+    def _normed(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return query and key heads [T, H + KV, D] as they are rotated."""
+        if self.q_norm is None or self.k_norm is None:
+            return heads
+        return torch.cat((self.q_norm(heads[:, : self.num_heads]), self.k_norm(heads[:, self.num_heads :])), 1)
+
     def destinations(self, name: str) -> dict[str, Destination]:
         """Return where each checkpoint tensor goes."""
-        return {
+        found = {
             **self.qkv_proj.destinations(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
             **self.o_proj.destinations(f"{name}.o_proj"),
         }
+        if self.q_norm is not None and self.k_norm is not None:
+            found |= self.q_norm.destinations(f"{name}.q_norm") | self.k_norm.destinations(f"{name}.k_norm")
+        return found
 
 
 class LlamaMLP(nn.Module):
@@ -119,10 +147,10 @@ class LlamaDecoderLayer(nn.Module):
         self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, *, method: LinearMethod, **where: Any
     ) -> None:
         super().__init__()
-        settings = model.settings
-        self.input_layernorm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
+        settings, norm = model.settings, model.norm_class
+        self.input_layernorm = norm(settings.hidden_size, settings.rms_norm_eps, **where)
         self.self_attn = LlamaAttention(index, model, layout, method=method, **where)
-        self.post_attention_layernorm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
+        self.post_attention_layernorm = norm(settings.hidden_size, settings.rms_norm_eps, **where)
         self.mlp = LlamaMLP(settings, method=method, **where)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> None:
@@ -141,7 +169,11 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Llama, and the frame of its relatives, which override :meth:`layout`."""
+    """Llama, and the frame of its relatives, which override :meth:`layout` and, where more differs, these classes."""
+
+    settings_class: ClassVar[type[LlamaSettings]] = LlamaSettings
+    layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(
         self,
@@ -153,18 +185,18 @@ class LlamaForCausalLM(CausalLM):
         max_position: int | None = None,
     ) -> None:
         super().__init__()
-        self.settings = settings = read_settings(checkpoint, LlamaSettings)
+        self.settings = settings = read_settings(checkpoint, self.settings_class)
         where: dict[str, Any] = {"dtype": dtype, "device": device}
         how: dict[str, Any] = {"method": linear_method, **where}
         self._set_shape(checkpoint, max_position)
         layout = self.layout(checkpoint.text_config)
         self.embed_tokens = Embedding(settings.vocab_size, settings.hidden_size, **how)
-        parameters = rope_parameters(checkpoint.text_config)
+        parameters = self.rope_parameters(checkpoint.text_config)
         self.rotary = RotaryEmbedding(self.head_dim, self.max_position, parameters, **where)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(index, self, layout, **how) for index in range(settings.num_hidden_layers)
+            self.layer_class(index, self, layout, **how) for index in range(settings.num_hidden_layers)
         )
-        self.norm = RMSNorm(settings.hidden_size, settings.rms_norm_eps, **where)
+        self.norm = self.norm_class(settings.hidden_size, settings.rms_norm_eps, **where)
         self.lm_head = Linear(settings.hidden_size, settings.vocab_size, bias=False, **how)
         if settings.tie_word_embeddings:
             self.lm_head.tie(self.embed_tokens)
@@ -185,6 +217,14 @@ class LlamaForCausalLM(CausalLM):
         """Return what ``config`` says about biases and windows."""
         bias = self.settings.attention_bias
         return LlamaLayout(qkv_bias=bias, out_bias=bias, windows=[None] * self.num_layers)
+
+    def rope_parameters(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters of :attr:`rotary`."""
+        return rope_parameters(config)
+
+    def rotary_of(self, index: int) -> RotaryEmbedding:
+        """Return what rotates the heads of layer ``index``."""
+        return self.rotary
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]]) -> None:
         """Take every tensor by its checkpoint name.
@@ -231,10 +271,21 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     def layout(self, config: dict[str, Any]) -> LlamaLayout:
         """Return what ``config`` says about biases and windows."""
+        return LlamaLayout(qkv_bias=True, out_bias=False, windows=self._windows(config))
+
+    def _windows(self, config: dict[str, Any]) -> list[int | None]:
         window = config.get("sliding_window") if config.get("use_sliding_window") else None
         types = config.get("layer_types") or [
             "sliding_attention" if index >= config.get("max_window_layers", 28) else "full_attention"
             for index in range(self.num_layers)
         ]
-        windows = [window if kind == "sliding_attention" else None for kind in types]
-        return LlamaLayout(qkv_bias=True, out_bias=False, windows=windows)
+        return [window if kind == "sliding_attention" else None for kind in types]
+
+
+class Qwen3ForCausalLM(Qwen2ForCausalLM):
+    """Qwen2 with a norm of each query and key head; biases only where the configuration says so."""
+
+    def layout(self, config: dict[str, Any]) -> LlamaLayout:
+        """Return what ``config`` says about biases and windows."""
+        bias = self.settings.attention_bias
+        return LlamaLayout(qkv_bias=bias, out_bias=bias, windows=self._windows(config), head_norm=RMSNorm)

@@ -16,6 +16,7 @@ from asyncllm.kernels.base import Activation, DrawnTokens, Format, Norm, NormKin
 from asyncllm.kernels.decoder import DecoderSpec, LayerSpec
 from asyncllm.layers.linear_native import packed_parts
 from asyncllm.layers.norm import LayerNorm, RMSNorm
+from asyncllm.models.gemma3 import Gemma3DecoderLayer, Gemma3ForCausalLM
 from asyncllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from asyncllm.models.opt import POSITION_OFFSET, OPTDecoderLayer, OPTForCausalLM
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from asyncllm.kernels.base import Kernels
+    from asyncllm.layers.rotary import RotaryEmbedding
     from asyncllm.models.base import CausalLM, ForwardContext
 
 __all__ = ["NativeModel", "describe"]
@@ -90,31 +92,16 @@ def describe(model: CausalLM, *, block_size: int, kv_format: Format = Format.F32
 
 
 def describe_llama(model: LlamaForCausalLM, block_size: int, kv_format: Format) -> DecoderSpec:
-    """Return Llama and its relatives."""
-    table = model.rotary.table.float()
-    rotary = Rotary(cos=table[:, 0].contiguous(), sin=table[:, 1].contiguous())
+    """Return Llama and its relatives, Gemma 3 included."""
+    rotaries: dict[RotaryEmbedding, Rotary] = {}  # layers share them
     layers: list[LayerSpec] = []
-    for layer in model.layers:
+    for index, layer in enumerate(model.layers):
         assert isinstance(layer, LlamaDecoderLayer)
-        q, k, v = packed_parts(layer.self_attn.qkv_proj)
-        gate, up = packed_parts(layer.mlp.gate_up_proj)
-        (o,), (down,) = packed_parts(layer.self_attn.o_proj), packed_parts(layer.mlp.down_proj)
-        layers.append(
-            LayerSpec(
-                attention_norm=norm_of(layer.input_layernorm),
-                q=q,
-                k=k,
-                v=v,
-                o=o,
-                mlp_norm=norm_of(layer.post_attention_layernorm),
-                gate=gate,
-                up=up,
-                down=down,
-                rotary=rotary,
-                attention_scale=layer.self_attn.attention.scale,
-                window=layer.self_attn.attention.window,
-            )
-        )
+        module = model.rotary_of(index)
+        if module not in rotaries:
+            table = module.table.float()
+            rotaries[module] = Rotary(cos=table[:, 0].contiguous(), sin=table[:, 1].contiguous())
+        layers.append(describe_llama_layer(layer, rotaries[module]))
     (embedding,), (head,) = packed_parts(model.embed_tokens), packed_parts(model.lm_head)
     return DecoderSpec(
         hidden_size=model.settings.hidden_size,
@@ -125,9 +112,41 @@ def describe_llama(model: LlamaForCausalLM, block_size: int, kv_format: Format) 
         kv_format=kv_format,
         activation=activation_of(model.settings.hidden_act),
         embedding=embedding,
+        embedding_scale=model.embedding_scale if isinstance(model, Gemma3ForCausalLM) else 1.0,
         layers=layers,
         final_norm=norm_of(model.norm),
         head=head,
+    )
+
+
+def describe_llama_layer(layer: LlamaDecoderLayer, rotary: Rotary) -> LayerSpec:
+    """Return one layer of :func:`describe_llama`."""
+    attention = layer.self_attn
+    q, k, v = packed_parts(attention.qkv_proj)
+    gate, up = packed_parts(layer.mlp.gate_up_proj)
+    (o,), (down,) = packed_parts(attention.o_proj), packed_parts(layer.mlp.down_proj)
+    norms = {"mlp_norm": norm_of(layer.post_attention_layernorm)}
+    if isinstance(layer, Gemma3DecoderLayer):
+        norms = {
+            "attention_out_norm": norm_of(layer.post_attention_layernorm),
+            "mlp_norm": norm_of(layer.pre_feedforward_layernorm),
+            "mlp_out_norm": norm_of(layer.post_feedforward_layernorm),
+        }
+    return LayerSpec(
+        attention_norm=norm_of(layer.input_layernorm),
+        q=q,
+        k=k,
+        v=v,
+        q_norm=norm_of(attention.q_norm),
+        k_norm=norm_of(attention.k_norm),
+        o=o,
+        gate=gate,
+        up=up,
+        down=down,
+        rotary=rotary,
+        attention_scale=attention.attention.scale,
+        window=attention.attention.window,
+        **norms,
     )
 
 

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["build_model", "known_architectures"]
 
 ARCHITECTURE_TO_CLASS = {
+    "Gemma3ForCausalLM": "asyncllm.models.gemma3.Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "asyncllm.models.gemma3.Gemma3ForConditionalGeneration",
     "LlamaForCausalLM": "asyncllm.models.llama.LlamaForCausalLM",
     "MistralForCausalLM": "asyncllm.models.llama.MistralForCausalLM",
     "OPTForCausalLM": "asyncllm.models.opt.OPTForCausalLM",
     "Qwen2ForCausalLM": "asyncllm.models.llama.Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "asyncllm.models.llama.Qwen3ForCausalLM",
 }
 
 

@@ -102,6 +102,22 @@ def test_r48_r66_r70_tokens_do_not_depend_on_the_configuration(
         assert (stats.prefix_hits > 0) == options.get("enable_prefix_caching", True)
 
 
+@pytest.fixture(scope="module")
+def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.write_tiny_gemma3(tmp_path_factory.mktemp("tiny-gemma3"))
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_r48_r66_r70_nor_do_those_of_a_model_with_sliding_windows(options: dict[str, Any], tiny_gemma3: Path) -> None:
+    expected = [models.greedy(tiny_gemma3, prompt, NUM_TOKENS) for prompt in prompts()]
+    with started(tiny_gemma3, **options) as llm:
+        for _ in range(2):  # cold, then with what is cached
+            assert tokens(llm.generate(prompts(), GREEDY)) == expected
+        stats = llm.stats()
+        assert (stats.num_preemptions > 0) == (options["num_blocks"] < 40)
+        assert (stats.prefix_hits > 0) == options.get("enable_prefix_caching", True)
+
+
 def test_r70_the_second_time_prefixes_are_hit_and_evicted_ones_are_not(tiny_llama: Path) -> None:
     with started(tiny_llama, num_blocks=16) as llm:
         long = prompts()[4][:37] + [7] * 4

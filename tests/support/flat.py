@@ -60,8 +60,11 @@ class FlatDriver:
         """Return the block ids of ``row``: every ``max_rows``-th one, so that no two neighbours belong together."""
         return 1 + row + self.max_rows * np.arange(self.max_blocks, dtype=np.int32)
 
-    def step(self, row_to_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Run one step that appends tokens to rows, and return the logits [new tokens, vocab] of each row."""
+    def step(self, row_to_tokens: Mapping[int, Sequence[int]], *, last_only: bool = False) -> dict[int, torch.Tensor]:
+        """Run one step that appends tokens to rows, and return the logits [new tokens, vocab] of each row.
+
+        ``last_only``: [1, vocab], of each row's last token.
+        """
         rows, lengths = list(row_to_tokens), [len(tokens) for tokens in row_to_tokens.values()]
         positions = np.concatenate(
             [self.num_computed[row] + np.arange(n) for row, n in zip(rows, lengths, strict=True)]
@@ -82,16 +85,26 @@ class FlatDriver:
         with torch.inference_mode():
             context = ForwardContext(backend=self.backend, plan=self.backend.plan(batch), kv_caches=self.kv_caches)
             hidden = self.model(token_ids, torch.from_numpy(batch.positions), context)
+            if last_only:
+                hidden, sampled = hidden[batch.query_start[1:] - 1], [1] * len(rows)
+            else:
+                sampled = lengths
             logits = self.model.compute_logits(hidden)
         for row, count in zip(rows, lengths, strict=True):
             self.num_computed[row] += count
-        return dict(zip(rows, logits.split(lengths), strict=True))
+        return dict(zip(rows, logits.split(sampled), strict=True))
 
     def greedy(self, prompt: Sequence[int], num_tokens: int, *, row: int = 0) -> list[int]:
         """Return ``num_tokens`` greedy tokens after ``prompt``, on a row that has none yet."""
-        tokens: list[int] = []
-        following: Sequence[int] = prompt
+        return self.greedy_all({row: prompt}, num_tokens)[row]
+
+    def greedy_all(self, row_to_prompt: Mapping[int, Sequence[int]], num_tokens: int) -> dict[int, list[int]]:
+        """Return ``num_tokens`` greedy tokens after each prompt, all rows in each step."""
+        tokens: dict[int, list[int]] = {row: [] for row in row_to_prompt}
+        following: dict[int, Sequence[int]] = dict(row_to_prompt)
         for _ in range(num_tokens):
-            following = [int(self.step({row: following})[row][-1].argmax())]
-            tokens.extend(following)
+            logits = self.step(following, last_only=True)
+            for row in tokens:
+                following[row] = [int(logits[row].argmax())]
+                tokens[row].extend(following[row])
         return tokens

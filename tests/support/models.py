@@ -45,6 +45,25 @@ def write_tiny_opt(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     return _write(folder, OPTForCausalLM, OPTConfig(**_with_tokens(options | overrides)), seed)
 
 
+def write_tiny_gemma3(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random Gemma 3 of three layers, the outer ones with a window, and return ``folder``."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    options: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 21,  # ends inside a block of the prefix cache
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "max_position_embeddings": 512,
+    }
+    return _write(folder, Gemma3ForCausalLM, Gemma3TextConfig(**_with_tokens(options | overrides)), seed)
+
+
 def _with_tokens(options: dict[str, Any]) -> dict[str, Any]:
     from asyncllm.testing import BOS, EOS, TINY_VOCAB_SIZE
 

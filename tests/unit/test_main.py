@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 
 from asyncllm import __main__ as cli
 from asyncllm.testing import SCRIPTED_EXECUTOR, write_tiny_checkpoint
+from tests.support.gguf_files import llama_tensors, write_gguf
 from tests.support.scripted import LETTERS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,6 +79,17 @@ def test_info_tells_the_checkpoint_and_what_the_engine_would_use(
     assert "LlamaForCausalLM" in out
     assert "256, 259" in out
     assert "  context          100\n" in out
+
+
+def test_info_tells_the_tensor_types_of_a_gguf_by_their_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = llama_tensors(vocab_size=256)
+    packed = quantize(tensors["token_embd.weight"], GGMLQuantizationType.Q8_0)
+    kinds = {"token_embd.weight": GGMLQuantizationType.Q8_0}
+    path = write_gguf(tmp_path / "m.gguf", tensors=tensors | {"token_embd.weight": packed}, raw_types=kinds)
+    assert cli.main(["info", str(path)]) == 0
+    assert "  weights          F32 81%, Q8_0 19%\n" in capsys.readouterr().out
 
 
 def test_info_with_a_started_engine(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
