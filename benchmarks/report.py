@@ -67,7 +67,7 @@ def options(text: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure depends on: processor, usable cores, how busy the machine is, Python."""
+    """Return what a figure depends on: processor, kernels, usable cores, how busy the machine is, Python."""
     told: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else ():
         name, _, value = line.partition(":")
@@ -76,11 +76,22 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": told.get("model name") or platform.processor(),
         "vectors": " ".join(vectors),
+        "kernels": kernels(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def kernels() -> str:
+    """Return which CPU kernels a worker would choose here; say loudly where that is the slow fallback."""
+    from asyncllm.kernels.selector import describe_kernels
+
+    found = describe_kernels()
+    if not found.startswith("native"):
+        print(f"WARNING: these figures are not those of the product: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def commit() -> str | None:
