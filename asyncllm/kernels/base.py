@@ -49,6 +49,7 @@ class Format(IntEnum):
     Q4_K = 6
     Q5_K = 7
     Q6_K = 8
+    I8 = 32  # keys and values only: int8 with one float32 scale for each token and head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +59,7 @@ class Format(IntEnum):
     @property
     def is_quantized(self) -> bool:
         """Whether rows are GGUF blocks."""
-        return self >= Format.Q8_0
+        return Format.Q8_0 <= self < Format.I8
 
     @property
     def block_bytes(self) -> int:
