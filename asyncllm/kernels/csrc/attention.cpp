@@ -74,7 +74,7 @@ struct Rows {
     int64_t count, num_blocks;
     RowBlock* blocks;
     Range* visible;  // [count]
-    float* query;    // [block][dim][rows of the block], scaled
+    float* query;    // [count][dim], scaled
 };
 
 // Results of one tile, or of one chunk of it: [rows] states, then [rows][value_stride] values.
@@ -111,10 +111,11 @@ struct Scratch {
     }
 };
 
-// Groups of a piece: several blocks of rows find it in the first cache again, a single one needs it once.
+// Groups of a piece: several blocks of rows, or several passes over its columns, find it in the first cache again.
 int64_t piece_groups(const Problem& problem, const Rows& rows) {
-    if (rows.num_blocks == 1) return PIECE;
-    return smaller<int64_t>(PIECE, larger<int64_t>(SCORE_SUMS / (ROWS * PARTS) / 2, PIECE_FLOATS / (GROUP * problem.layout.value_stride)));
+    const int64_t width = problem.layout.value_stride;
+    if (rows.num_blocks == 1) return width <= 4 * W ? GROUPS : PIECE;
+    return smaller<int64_t>(PIECE, larger<int64_t>(SCORE_SUMS / (ROWS * PARTS) / 2, PIECE_FLOATS / (GROUP * width)));
 }
 
 Uses uses_of(const Problem& problem, const Tile& tile, int64_t chunk, Range tokens) {
@@ -179,6 +180,19 @@ void for_each_piece(const Problem& problem, const Rows& rows, const Uses& uses, 
     }
 }
 
+// Scores of a block of rows -> their weights and states.
+template <class Kv>
+void soften_block(const Rows& rows, const RowBlock& block, int64_t origin, const Uses& uses, float* scores, RowState* states) {
+    const Range groups{block.tokens.begin / GROUP, ceil_div(block.tokens.end, GROUP)};
+    auto sight = [&](int64_t r) {
+        return Sight{groups, {rows.visible[r].begin - origin, rows.visible[r].end - origin}, uses};
+    };
+    const int64_t end = block.first + block.count;
+    for (int64_t r = block.first; r < end; r++) states[r].top = finish_scores<Kv>(scores + r * CHUNK, sight(r));
+    for (int64_t r = block.first; r < end; r++)
+        states[r].total = soften<Kv>(scores + r * CHUNK, states[r].top, sight(r));
+}
+
 // The partial results of a tile's rows over one chunk.
 template <class Kv>
 void attend_chunk(const Problem& problem, const Tile& tile, const Scratch& scratch, int64_t chunk, Results to) {
@@ -201,17 +215,9 @@ void attend_chunk(const Problem& problem, const Tile& tile, const Scratch& scrat
     };
     for_each_piece<Kv>(problem, rows, uses, uses.keys(), GROUP * dim, scratch.piece, score_block);
 
-    for (int64_t b = 0; b < rows.num_blocks; b++) {
-        const RowBlock& block = rows.blocks[b];
-        Range groups{block.tokens.begin / GROUP, ceil_div(block.tokens.end, GROUP)};
-        if (block.tokens.begin >= block.tokens.end) continue;
-        for (int64_t r = block.first; r < block.first + block.count; r++) {
-            Range inside{rows.visible[r].begin - origin, rows.visible[r].end - origin};
-            float* scores = scratch.scores + r * CHUNK;
-            if (inside.begin < CHUNK && inside.end > 0) to.states[r] = soften<Kv>(scores, groups, inside, uses);
-            else memset(scores + groups.begin * GROUP, 0, sizeof(float) * (groups.end - groups.begin) * GROUP);
-        }
-    }
+    for (int64_t b = 0; b < rows.num_blocks; b++)
+        if (rows.blocks[b].tokens.begin < rows.blocks[b].tokens.end)
+            soften_block<Kv>(rows, rows.blocks[b], origin, uses, scratch.scores, to.states);
 
     auto weigh_block = [&](auto format, const RowBlock& block, Range groups, auto at, auto ahead) {
         const float* weights = scratch.scores + block.first * CHUNK + groups.begin * GROUP;
@@ -258,8 +264,8 @@ void gather_rows(const Problem& problem, const Tile& tile, Rows& rows) {
         for (int64_t r = first; r < first + count; r++) {
             int64_t token = r / problem.group, head = tile.kv_head * problem.group + r % problem.group;
             const float* from = problem.query + (tile.first + token) * problem.query_stride + head * dim;
-            float* to = rows.query + first * dim + (r - first);
-            for (int64_t i = 0; i < dim; i++) to[i * count] = from[i] * problem.scale;
+            float* to = rows.query + r * dim;
+            for (int64_t i = 0; i < dim; i++) to[i] = from[i] * problem.scale;
             rows.visible[r] = visible(problem, tile.position + token);
         }
         first += count;

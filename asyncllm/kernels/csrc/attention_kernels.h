@@ -41,7 +41,7 @@ ALLM_INLINE void with_rows(int count, Body&& body) {
 
 // ---- scores ------------------------------------------------------------------------------------------------------
 
-// scores[r * CHUNK + n * 16 + lane] = query[.][r] . key of that token, for N groups of keys; query is [dim][R]. The lines of
+// scores[r * CHUNK + n * 16 + lane] = query[r] . key of that token, for N groups of keys; query is [R][dim]. The lines of
 // the groups at `ahead` are prefetched.
 template <class Kv, int R, int N>
 ALLM_NOINLINE void score(const float* query, int64_t dim, const uint8_t* const* keys, const uint8_t* const* ahead,
@@ -66,7 +66,7 @@ ALLM_NOINLINE void score(const float* query, int64_t dim, const uint8_t* const* 
                 k[j] = Kv::load(key[j / PARTS] + i * GROUP + j % PARTS * W);
             });
             unroll<R>([&](auto r) ALLM_LAMBDA_INLINE {
-                vf q = broadcast(query[i * R + r]);
+                vf q = broadcast(query[r * dim + i]);
                 unroll<N * PARTS>([&](auto j) ALLM_LAMBDA_INLINE { sum[r][j] = fma(q, k[j], sum[r][j]); });
             });
             forget_memory();
@@ -74,7 +74,7 @@ ALLM_NOINLINE void score(const float* query, int64_t dim, const uint8_t* const* 
             unroll<N>([&](auto n) ALLM_LAMBDA_INLINE {
                 unroll<PARTS>([&](auto j) ALLM_LAMBDA_INLINE { k[j] = Kv::load(key[n] + i * GROUP + j * W); });
                 unroll<R>([&](auto r) ALLM_LAMBDA_INLINE {
-                    vf q = broadcast(query[i * R + r]);
+                    vf q = broadcast(query[r * dim + i]);
                     unroll<PARTS>([&](auto j) ALLM_LAMBDA_INLINE { sum[r][n * PARTS + j] = fma(q, k[j], sum[r][n * PARTS + j]); });
                 });
                 forget_memory();
@@ -109,42 +109,58 @@ struct Uses {
     const uint8_t* const* values() const { return at + count; }
 };
 
-// scores of the groups [groups.begin, groups.end) of the chunk -> weights exp(score - top), times the scale of the value
-// where values have scales; returns top and the sum of the weights. Only tokens [inside.begin, inside.end) count.
-template <class Kv>
-RowState soften(float* scores, Range groups, Range inside, const Uses& uses) {
-    Lanes top = lanes(EMPTY), total = lanes(0.0f);
-    auto partial = [&](int64_t g) {
-        return g * GROUP < inside.begin || (g + 1) * GROUP > inside.end || uses.filled[g - uses.first] < GROUP;
-    };
-    auto counts = [&](int64_t g, int part) {
+// What one row sees of a chunk: tokens [inside.begin, inside.end) among the groups [groups.begin, groups.end).
+struct Sight {
+    Range groups, inside;
+    const Uses& uses;
+
+    bool whole(int64_t g) const {
+        return g * GROUP >= inside.begin && (g + 1) * GROUP <= inside.end && uses.filled[g - uses.first] == GROUP;
+    }
+    vi counts(int64_t g, int part) const {  // lanes of a part of a group
         vi lane = lane_index() + part * W, token = lane + (int32_t)(g * GROUP);
         return (token >= (int32_t)inside.begin) & (token < (int32_t)inside.end) & (lane < uses.filled[g - uses.first]);
-    };
-    for (int64_t g = groups.begin; g < groups.end; g++) {
+    }
+};
+
+// Finish the scores of a row: times the scales of the keys where they have some, -inf where the row does not see; returns
+// the greatest.
+template <class Kv>
+float finish_scores(float* scores, const Sight& sight) {
+    Lanes top = lanes(EMPTY);
+    for (int64_t g = sight.groups.begin; g < sight.groups.end; g++) {
+        const bool whole = sight.whole(g);
         for (int part = 0; part < PARTS; part++) {
             float* at = scores + g * GROUP + part * W;
             vf s = load(at);
-            if constexpr (Kv::SCALED) store(at, s = s * load(scales_of(uses.keys()[g - uses.first]) + part * W));
-            if (partial(g)) store(at, s = where(counts(g, part), s, broadcast(EMPTY)));
+            if constexpr (Kv::SCALED) s = s * load(scales_of(sight.uses.keys()[g - sight.uses.first]) + part * W);
+            if (!whole) s = where(sight.counts(g, part), s, broadcast(EMPTY));
+            if (Kv::SCALED || !whole) store(at, s);
             top.part[part] = max(top.part[part], s);
         }
     }
-    vf greatest = broadcast(max(top));
-    for (int64_t g = groups.begin; g < groups.end; g++) {
+    return max(top);
+}
+
+// scores -> weights exp(score - top), times the scales of the values where they have some; returns the sum of the weights.
+// All are 0 where every score is -inf, as for a row that sees nothing of this chunk.
+template <class Kv>
+float soften(float* scores, float top, const Sight& sight) {
+    const vf shift = broadcast(top == EMPTY ? 0.0f : top);
+    Lanes total = lanes(0.0f);
+    for (int64_t g = sight.groups.begin; g < sight.groups.end; g++) {
         for (int part = 0; part < PARTS; part++) {
             float* at = scores + g * GROUP + part * W;
-            vf s = load(at), weight = exp(s - greatest);
-            weight = where(s == broadcast(EMPTY), zero(), weight);
+            vf weight = exp_or_zero(load(at) - shift);
             total.part[part] += weight;
             if constexpr (Kv::SCALED) {
-                weight = weight * load(scales_of(uses.values()[g - uses.first]) + part * W);
-                if (partial(g)) weight = where(counts(g, part), weight, zero());
+                weight = weight * load(scales_of(sight.uses.values()[g - sight.uses.first]) + part * W);
+                if (!sight.whole(g)) weight = where(sight.counts(g, part), weight, zero());
             }
             store(at, weight);
         }
     }
-    return {greatest[0], sum(total)};
+    return sum(total);
 }
 
 // ---- weighted sums of values -------------------------------------------------------------------------------------
