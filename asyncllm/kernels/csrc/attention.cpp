@@ -131,7 +131,7 @@ Uses uses_of(const Problem& problem, const Tile& tile, int64_t chunk, Range toke
         uses.at[uses.count + g] = problem.blocks + layout.values(block, tile.kv_head, in_block / GROUP);
         uses.filled[g] = (int32_t)smaller<int64_t>(GROUP, layout.block_size - in_block);
     }
-    for (int64_t g = 0; g < PIECE; g++) {  // the keys of the next chunk, or something that is there
+    for (int64_t g = 0; g < GROUPS; g++) {  // the keys of the next chunk, or something that is there
         int64_t place = (chunk + 1) * CHUNK + g * GROUP;
         bool there = place < smaller(end, tile.last_chunk * (int64_t)CHUNK);
         uses.at[2 * uses.count + g] = !there ? uses.at[2 * uses.count - 1]
@@ -173,7 +173,7 @@ void for_each_piece(const Problem& problem, const Rows& rows, const Uses& uses, 
             mine = intersect(mine, {uses.first + from, uses.first + from + count});
             if (mine.begin >= mine.end) continue;
             const uint8_t* const* at = piece + (mine.begin - uses.first - from);
-            const uint8_t* const* ahead = b || widened ? at : at + PIECE;
+            const uint8_t* const* ahead = b || widened ? at : at + smaller<int64_t>(AHEAD<Kv>, uses.count);
             if (widened) body(KvF32{}, block, mine, at, ahead);
             else body(Kv{}, block, mine, at, ahead);
         }

@@ -11,10 +11,14 @@ namespace allm {
 
 constexpr int CHUNK = 256;
 constexpr int GROUPS = CHUNK / GROUP;
-constexpr int PIECE = 4;  // groups; also how far ahead memory is prefetched
+constexpr int PIECE = 4;  // groups
 constexpr int ROWS = NUM_REGISTERS == 32 ? 6 : W == 8 ? 6 : 3;
 constexpr int SCORE_SUMS = NUM_REGISTERS == 32 ? 24 : 12;  // accumulators of the score micro-kernel
 constexpr float EMPTY = -INFINITY;
+
+// How many groups ahead memory is prefetched.
+template <class Kv>
+constexpr int AHEAD = sizeof(typename Kv::Element) == 1 ? 8 : 4;
 
 struct Range {
     int64_t begin, end;
@@ -102,9 +106,9 @@ void score_groups(const float* query, int64_t dim, const uint8_t* const* keys, c
 
 // The groups of a chunk that a tile reads: their keys, then their values, then what is read after them.
 struct Uses {
-    int64_t first, count;                       // groups of the chunk
-    const uint8_t* at[2 * GROUPS + PIECE];      // keys of the first …, values of the first …, what comes next
-    int32_t filled[GROUPS];                     // tokens that a group holds: 16, or fewer where it has a hole
+    int64_t first, count;            // groups of the chunk
+    const uint8_t* at[3 * GROUPS];   // keys of the first …, values of the first …, what comes next
+    int32_t filled[GROUPS];          // tokens that a group holds: 16, or fewer where it has a hole
     const uint8_t* const* keys() const { return at; }
     const uint8_t* const* values() const { return at + count; }
 };
