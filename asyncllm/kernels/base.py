@@ -57,6 +57,11 @@ class Format(IntEnum):
         return _FORMAT_TO_DTYPE.get(self, torch.uint8)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each number stands for itself: a dtype of torch."""
+        return self in _FORMAT_TO_DTYPE
+
+    @property
     def is_quantized(self) -> bool:
         """Whether rows are GGUF blocks."""
         return Format.Q8_0 <= self < Format.I8

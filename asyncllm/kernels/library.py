@@ -33,7 +33,7 @@ __all__ = [
     "open_library",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 OFF = "off"
 
 c_pointer = ctypes.c_void_p

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define ALLM_ABI_VERSION 2
+#define ALLM_ABI_VERSION 3
 #define ALLM_API __attribute__((visibility("default")))
 
 enum allm_status { ALLM_OK = 0, ALLM_NO_MEMORY = -1, ALLM_BAD_ARGUMENT = -2 };
