@@ -2,7 +2,7 @@
 
 With u the unit roundoff of float32: a score of D products carries a relative error of (D + 4) u of the sum of their
 magnitudes, weights carry twice that (numerator and denominator), and sums over L tokens run in chunks of 256. An
-element that is stored with an error e moves a score by at most the sum of |query| e, and the result by at most e itself.
+element that is stored with an error e moves a score by at most the sum of |query| e, and the result by at most e.
 """
 
 from __future__ import annotations
