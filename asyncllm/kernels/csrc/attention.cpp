@@ -256,19 +256,17 @@ void finish(const Problem& problem, const Tile& tile, int64_t row, const RowStat
 
 // Cut a tile's rows into blocks of nearly equal size and gather their queries.
 void gather_rows(const Problem& problem, const Tile& tile, Rows& rows) {
-    const int64_t dim = problem.layout.head_dim;
+    const int64_t width = problem.group * problem.layout.head_dim;  // of a token's queries
     rows.count = rows_of(problem, tile), rows.num_blocks = ceil_div(rows.count, ROWS);
     for (int64_t b = 0, first = 0; b < rows.num_blocks; b++) {
-        const int count = (int)((rows.count - first) / (rows.num_blocks - b));
-        rows.blocks[b] = {first, count, {0, 0}};
-        for (int64_t r = first; r < first + count; r++) {
-            int64_t token = r / problem.group, head = tile.kv_head * problem.group + r % problem.group;
-            const float* from = problem.query + (tile.first + token) * problem.query_stride + head * dim;
-            float* to = rows.query + r * dim;
-            for (int64_t i = 0; i < dim; i++) to[i] = from[i] * problem.scale;
-            rows.visible[r] = visible(problem, tile.position + token);
-        }
-        first += count;
+        rows.blocks[b] = {first, (int)((rows.count - first) / (rows.num_blocks - b)), {0, 0}};
+        first += rows.blocks[b].count;
+    }
+    for (int64_t t = 0; t < tile.count; t++) {
+        const float* from = problem.query + (tile.first + t) * problem.query_stride + tile.kv_head * width;
+        for (int64_t i = 0; i < width; i++) rows.query[t * width + i] = from[i] * problem.scale;
+        const Range seen = visible(problem, tile.position + t);
+        for (int64_t h = 0; h < problem.group; h++) rows.visible[t * problem.group + h] = seen;
     }
 }
 
