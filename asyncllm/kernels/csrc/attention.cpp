@@ -24,8 +24,7 @@ namespace allm {
 namespace {
 
 constexpr int TILE_ROWS = 96;
-constexpr int WIDEN_BLOCKS = 3;         // from here on a tile's blocks of rows share an fp32 copy of each piece
-constexpr int64_t PIECE_FLOATS = 4096;  // of a piece that several blocks of rows read: half of a small first cache
+constexpr int64_t PIECE_BYTES = 16384;  // of a piece that several blocks of rows read: half of a small first cache
 
 struct Problem {
     KvLayout layout;
@@ -69,6 +68,8 @@ struct RowBlock {
     Range tokens;  // of the current chunk: what at least one row sees; begin >= end: nothing
 };
 
+ALLM_INLINE Range groups_of(Range tokens) { return {tokens.begin / GROUP, ceil_div(tokens.end, GROUP)}; }
+
 // Row r of a tile is token r / group, head r % group of the KV head's query heads.
 struct Rows {
     int64_t count, num_blocks;
@@ -91,18 +92,17 @@ int64_t rows_of(const Problem& problem, const Tile& tile) { return tile.count * 
 // Scratch of a thread.
 struct Scratch {
     Rows rows;
-    float *scores, *piece, *results, *chunk_results;
+    float *scores, *results, *chunk_results;
     size_t bytes;
 
     static int64_t max_rows(const Problem& problem) { return larger<int64_t>(TILE_ROWS, problem.group); }
     Scratch(uint8_t* memory, const Problem& problem) : bytes(0) {
-        const int64_t most = max_rows(problem), width = problem.layout.value_stride;
+        const int64_t most = max_rows(problem);
         auto take = [&](auto*& place, int64_t count) {
             place = (decltype(+place))((uintptr_t)memory + bytes);
             bytes += round_up(count * (int64_t)sizeof(*place), CACHE_LINE_BYTES);
         };
         take(scores, most * CHUNK);
-        take(piece, PIECE * GROUP * width);
         take(results, results_floats(problem, most));
         take(chunk_results, results_floats(problem, most));
         take(rows.query, most * problem.layout.head_dim);
@@ -113,9 +113,8 @@ struct Scratch {
 
 // Groups of a piece: several blocks of rows, or several passes over its columns, find it in the first cache again.
 int64_t piece_groups(const Problem& problem, const Rows& rows) {
-    const int64_t width = problem.layout.value_stride;
-    if (rows.num_blocks == 1) return width <= 4 * W ? GROUPS : PIECE;
-    return smaller<int64_t>(PIECE, larger<int64_t>(SCORE_SUMS / (ROWS * PARTS) / 2, PIECE_FLOATS / (GROUP * width)));
+    if (rows.num_blocks == 1) return problem.layout.value_stride <= 4 * W ? GROUPS : PIECE;
+    return smaller<int64_t>(PIECE, larger<int64_t>(SCORE_SUMS / (ROWS * PARTS) / 2, PIECE_BYTES / problem.layout.value_bytes));
 }
 
 Uses uses_of(const Problem& problem, const Tile& tile, int64_t chunk, Range tokens) {
@@ -155,27 +154,20 @@ Range see_chunk(const Rows& rows, int64_t chunk) {
     return all;
 }
 
-// A pass over a chunk's keys or values, piece by piece: body(Format, block of rows, its groups of the chunk, their addresses,
-// what to prefetch).
-template <class Kv, class Body>
-void for_each_piece(const Problem& problem, const Rows& rows, const Uses& uses, const uint8_t* const* groups, int64_t elements,
-                    float* memory, Body&& body) {
+// A pass over a chunk's keys or values, piece by piece: body(block of rows, its groups of the chunk, their addresses, what to
+// prefetch).
+template <class Body>
+void for_each_piece(const Problem& problem, const Rows& rows, const Uses& uses, const uint8_t* const* groups, int64_t distance,
+                    Body&& body) {
     const int64_t size = piece_groups(problem, rows);
-    const bool widened = !std::is_same<Kv, KvF32>::value && rows.num_blocks >= WIDEN_BLOCKS;
-    const uint8_t* copies[PIECE];
     for (int64_t from = 0; from < uses.count; from += size) {
-        const int64_t count = smaller(size, uses.count - from);
-        const uint8_t* const* piece = groups + from;
-        if (widened) widen<Kv>(piece, count, elements, memory, copies), piece = copies;
+        const Range piece{uses.first + from, uses.first + smaller(from + size, uses.count)};
         for (int64_t b = 0; b < rows.num_blocks; b++) {
             const RowBlock& block = rows.blocks[b];
-            Range mine{block.tokens.begin / GROUP, ceil_div(block.tokens.end, GROUP)};
-            mine = intersect(mine, {uses.first + from, uses.first + from + count});
+            const Range mine = intersect(groups_of(block.tokens), piece);
             if (mine.begin >= mine.end) continue;
-            const uint8_t* const* at = piece + (mine.begin - uses.first - from);
-            const uint8_t* const* ahead = b || widened ? at : at + smaller<int64_t>(AHEAD<Kv>, uses.count);
-            if (widened) body(KvF32{}, block, mine, at, ahead);
-            else body(Kv{}, block, mine, at, ahead);
+            const uint8_t* const* at = groups + (mine.begin - uses.first);
+            body(block, mine, at, b ? at : at + distance);  // the first block of rows fetches for all
         }
     }
 }
@@ -183,7 +175,7 @@ void for_each_piece(const Problem& problem, const Rows& rows, const Uses& uses, 
 // Scores of a block of rows -> their weights and states.
 template <class Kv>
 void soften_block(const Rows& rows, const RowBlock& block, int64_t origin, const Uses& uses, float* scores, RowState* states) {
-    const Range groups{block.tokens.begin / GROUP, ceil_div(block.tokens.end, GROUP)};
+    const Range groups = groups_of(block.tokens);
     auto sight = [&](int64_t r) {
         return Sight{groups, {rows.visible[r].begin - origin, rows.visible[r].end - origin}, uses};
     };
@@ -206,28 +198,29 @@ void attend_chunk(const Problem& problem, const Tile& tile, const Scratch& scrat
     if constexpr (Kv::SCALED)
         for (int64_t g = 0; g < uses.count; g++) __builtin_prefetch(scales_of(uses.values()[g]));
 
-    auto score_block = [&](auto format, const RowBlock& block, Range groups, auto at, auto ahead) {
+    const int64_t distance = smaller<int64_t>(AHEAD<Kv>, uses.count);
+    auto score_block = [&](const RowBlock& block, Range groups, auto at, auto ahead) {
         float* scores = scratch.scores + block.first * CHUNK + groups.begin * GROUP;
         with_rows(block.count, [&](auto r) {
-            score_groups<decltype(format), decltype(r)::value>(rows.query + block.first * dim, dim, at, ahead,
-                                                               groups.end - groups.begin, scores);
+            score_groups<Kv, decltype(r)::value>(rows.query + block.first * dim, dim, at, ahead, groups.end - groups.begin,
+                                                 scores);
         });
     };
-    for_each_piece<Kv>(problem, rows, uses, uses.keys(), GROUP * dim, scratch.piece, score_block);
+    for_each_piece(problem, rows, uses, uses.keys(), distance, score_block);
 
     for (int64_t b = 0; b < rows.num_blocks; b++)
         if (rows.blocks[b].tokens.begin < rows.blocks[b].tokens.end)
             soften_block<Kv>(rows, rows.blocks[b], origin, uses, scratch.scores, to.states);
 
-    auto weigh_block = [&](auto format, const RowBlock& block, Range groups, auto at, auto ahead) {
+    auto weigh_block = [&](const RowBlock& block, Range groups, auto at, auto ahead) {
         const float* weights = scratch.scores + block.first * CHUNK + groups.begin * GROUP;
         // Not a token past the last: nothing has been written there.
         int64_t tokens = smaller(groups.end * GROUP, block.tokens.end) - groups.begin * GROUP;
         with_rows(block.count, [&](auto r) {
-            weigh_groups<decltype(format), decltype(r)::value>(weights, at, ahead, width, tokens, to.values + block.first * width);
+            weigh_groups<Kv, decltype(r)::value>(weights, at, ahead, width, tokens, to.values + block.first * width);
         });
     };
-    for_each_piece<Kv>(problem, rows, uses, uses.values(), GROUP * width, scratch.piece, weigh_block);
+    for_each_piece(problem, rows, uses, uses.values(), distance, weigh_block);
 }
 
 // The one way in which chunks come together: `state` and `values` hold the chunks before, `next` is the chunk after them.

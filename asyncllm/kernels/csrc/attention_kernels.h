@@ -79,7 +79,9 @@ ALLM_NOINLINE void score(const float* query, int64_t dim, const uint8_t* const* 
                 unroll<PARTS>([&](auto j) ALLM_LAMBDA_INLINE { k[j] = Kv::load(key[n] + i * GROUP + j * W); });
                 unroll<R>([&](auto r) ALLM_LAMBDA_INLINE {
                     vf q = broadcast(query[r * dim + i]);
-                    unroll<PARTS>([&](auto j) ALLM_LAMBDA_INLINE { sum[r][n * PARTS + j] = fma(q, k[j], sum[r][n * PARTS + j]); });
+                    unroll<PARTS>([&](auto j) ALLM_LAMBDA_INLINE {
+                        sum[r][n * PARTS + j] = fma(q, k[j], sum[r][n * PARTS + j]);
+                    });
                 });
                 forget_memory();
             });
@@ -220,18 +222,6 @@ void weigh_groups(const float* weights, const uint8_t* const* groups, const uint
     for (; j + N * W <= value_stride; j += N * W) weigh<Kv, R, N>(weights, groups, ahead, j, value_stride, count, values);
     if constexpr (N > 1)
         for (; j < value_stride; j += W) weigh<Kv, R, 1>(weights, groups, ahead, j, value_stride, count, values);
-}
-
-// ---- fp32 copies -------------------------------------------------------------------------------------------------
-
-// `count` groups of `elements` elements each as fp32 at `to`; their addresses go into `copies`. Many rows read them then.
-template <class Kv>
-void widen(const uint8_t* const* groups, int64_t count, int64_t elements, float* to, const uint8_t** copies) {
-    for (int64_t g = 0; g < count; g++, to += elements) {
-        const auto* from = (const typename Kv::Element*)groups[g];
-        for (int64_t i = 0; i < elements; i += W) store(to + i, Kv::load(from + i));
-        copies[g] = (const uint8_t*)to;
-    }
 }
 
 }  // namespace allm

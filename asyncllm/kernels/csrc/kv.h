@@ -94,7 +94,8 @@ struct KvLayout {
         return block * block_bytes + kv_head * head_bytes + group * key_bytes + scale_bytes;
     }
     int64_t values(int64_t block, int64_t kv_head, int64_t group) const {
-        return block * block_bytes + kv_head * head_bytes + padded_block / GROUP * key_bytes + group * value_bytes + scale_bytes;
+        return block * block_bytes + kv_head * head_bytes + padded_block / GROUP * key_bytes + group * value_bytes +
+               scale_bytes;
     }
 };
 
