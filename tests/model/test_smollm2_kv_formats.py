@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct with keys and values in fewer bits: tokens that depend on nothing else, near those of float32."""
+"""SmolLM2-135M-Instruct with keys and values in fewer bits: tokens that depend on nothing else, near float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 NUM_TOKENS = 32
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 LEAST_AGREEMENT = {"bfloat16": 0.7, "float16": 0.9, "int8": 0.5}
-"""Share of tokens before the first that differs from float32; measured: see the README's table of options."""
+"""Least share of tokens before the first that differs from float32 (0.99, 1.0 and 0.87 were measured on 14 prompts)."""
 
 
 def started(model: Path, **options: Any) -> LLM:
