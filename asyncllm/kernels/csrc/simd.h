@@ -56,6 +56,7 @@ constexpr int NUM_REGISTERS = 16;
 
 typedef float vf __attribute__((vector_size(4 * W), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * W), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * W), may_alias));
 typedef float vf_unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 ALLM_INLINE vf load(const float* p) { return *(const vf_unaligned*)p; }
@@ -211,7 +212,7 @@ ALLM_INLINE vf exp_inside(vf x) {
     p = fma(p, x, broadcast(1.6666665459e-1f));
     p = fma(p, x, broadcast(5.0000001201e-1f));
     p = fma(p, x * x, x + broadcast(1.0f));
-    return p * (vf)(((vi)shifted << 23) + 0x3f800000);
+    return p * (vf)(((vu)shifted << 23) + 0x3f800000u);  // unsigned: what lies outside may wrap
 }
 // e^x; below -87.3 it stays at the smallest normal number, above 88.3 at the largest.
 ALLM_INLINE vf exp(vf x) { return exp_inside(min(broadcast(88.3f), max(broadcast(-87.3f), x))); }  // this order keeps NaN
