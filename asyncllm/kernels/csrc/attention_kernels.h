@@ -216,8 +216,13 @@ ALLM_NOINLINE void weigh(const float* weights, const uint8_t* const* groups, con
 template <class Kv, int R>
 void weigh_groups(const float* weights, const uint8_t* const* groups, const uint8_t* const* ahead, int64_t value_stride,
                   int64_t count, float* values) {
-    // sums, the fewer of weights and values, and one of the others
-    constexpr int N = 4 * R + smaller(4, R) + 1 <= NUM_REGISTERS ? 4 : 2 * R + smaller(2, R) + 1 <= NUM_REGISTERS ? 2 : 1;
+    // sums, the fewer of weights and values, one of the others, and one more where clang converts: it spills otherwise
+#if defined(__clang__)
+    constexpr int MORE = std::is_same<Kv, KvF32>::value ? 1 : 2;
+#else
+    constexpr int MORE = 1;
+#endif
+    constexpr int N = 4 * R + smaller(4, R) + MORE <= NUM_REGISTERS ? 4 : 2 * R + smaller(2, R) + 1 <= NUM_REGISTERS ? 2 : 1;
     int64_t j = 0;
     for (; j + N * W <= value_stride; j += N * W) weigh<Kv, R, N>(weights, groups, ahead, j, value_stride, count, values);
     if constexpr (N > 1)
