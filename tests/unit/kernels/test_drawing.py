@@ -51,7 +51,9 @@ def test_the_tokens_are_those_of_torch(kernels: NativeKernels, vocab_size: int, 
 
 @pytest.mark.parametrize("fields", [{"top_k": 2}, {"top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("min_p", [1.0, 0.5, 0.05])
-def test_min_p_drops_what_another_filter_kept_last(kernels: NativeKernels, fields: dict[str, Any], min_p: float) -> None:
+def test_min_p_drops_what_another_filter_kept_last(
+    kernels: NativeKernels, fields: dict[str, Any], min_p: float
+) -> None:
     """The second token of each row is little to far below min_p, and the last one that the other filter keeps."""
     distances = torch.arange(1, 501) / 500 * 0.3 - math.log(min_p)
     logits = torch.full((500, 20), -torch.inf)
