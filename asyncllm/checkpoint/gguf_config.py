@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, cast
 
-from asyncllm.errors import CheckpointError, UnsupportedModelError
+from asyncllm.errors import CheckpointError, UnsupportedModelError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["make_config", "make_generation_config", "make_tokenizer_config"]
 
+MAX_COUNT = 2**31 - 1
 TOKENS = "tokenizer.ggml.tokens"
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Ids that end a text or a turn; llama.cpp stops at each of them."""
@@ -57,6 +58,17 @@ class _Section:
         if value is None:
             file = self.file.path.name
             raise CheckpointError(f"{file} has no key '{self.prefix}.{name}'", model=self.model, file=file)
+        return value
+
+    def count(self, name: str, value: Any) -> int:
+        """Return ``value``, which ``name`` gave, if it is a number of things."""
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+            file = self.file.path.name
+            raise CheckpointError(
+                f"{file} has '{self.prefix}.{name}' = {shown(value)!r}; it must be a positive integer of 31 bits",
+                model=self.model,
+                file=file,
+            )
         return value
 
     def per_layer(self, name: str, default: Any = None) -> Any:
@@ -184,6 +196,7 @@ def _layer_types(section: _Section, num_layers: int) -> list[str]:
     """Return which layers see a window only, from one flag per layer or from the period of those that see all."""
     pattern: Any = section.get("attention.sliding_window_pattern", 6)
     if not isinstance(pattern, list):
+        pattern = section.count("attention.sliding_window_pattern", pattern)
         pattern = [bool((index + 1) % pattern) for index in range(num_layers)]
     return ["sliding_attention" if sliding else "full_attention" for sliding in cast("list[Any]", pattern)]
 
@@ -193,8 +206,9 @@ def _decoder(section: _Section) -> dict[str, Any]:
     prefix = section.prefix
     if section.get("expert_count", 0):
         raise section.unsupported(f"experts ({prefix}.expert_count)")
-    hidden_size = section.need("embedding_length")
+    hidden_size = section.count("embedding_length", section.need("embedding_length"))
     num_heads = section.per_layer("attention.head_count") or section.need("attention.head_count")
+    num_heads = section.count("attention.head_count", num_heads)
     head_dim = section.get("attention.key_length", hidden_size // num_heads)
     if section.get("attention.value_length", head_dim) != head_dim:
         raise section.unsupported(f"values of another width than keys ({prefix}.attention.value_length)")
@@ -209,7 +223,7 @@ def _decoder(section: _Section) -> dict[str, Any]:
         "intermediate_size": section.per_layer("feed_forward_length") or section.need("feed_forward_length"),
         "max_position_embeddings": section.need("context_length"),
         "num_attention_heads": num_heads,
-        "num_hidden_layers": section.need("block_count"),
+        "num_hidden_layers": _num_layers(section),
         "num_key_value_heads": section.per_layer("attention.head_count_kv", num_heads),
         "rms_norm_eps": section.need("attention.layer_norm_rms_epsilon"),
         "rope_scaling": _rope_scaling(section),
@@ -217,6 +231,19 @@ def _decoder(section: _Section) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in section.file.tensors,
         "vocab_size": _vocab_size(section),
     }
+
+
+def _num_layers(section: _Section) -> int:
+    """Return the number of layers, for which there is a tensor each at least: a damaged number can be billions."""
+    count = section.count("block_count", section.need("block_count"))
+    if count > len(section.file.tensors):
+        file = section.file.path.name
+        raise CheckpointError(
+            f"{file} has '{section.prefix}.block_count' = {count}, but {len(section.file.tensors)} tensors",
+            model=section.model,
+            file=file,
+        )
+    return count
 
 
 def _vocab_size(section: _Section) -> int:

@@ -97,9 +97,11 @@ def rope_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> tuple[torc
     """Return the angle per position of each pair of numbers [head_dim / 2], and the factor on cosines and sines.
 
     :raises UnsupportedModelError: the way of scaling is not one that we compute; names it.
-    :raises CheckpointError: a parameter of it is missing.
+    :raises CheckpointError: a parameter of it is missing or cannot be.
     """
-    kind = str(parameters["rope_type"])
+    kind, base = str(parameters["rope_type"]), parameters["rope_theta"]
+    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < math.inf:
+        raise CheckpointError(f"rope_theta is {shown(base)!r}; it must be a positive number", file="config.json")
     compute = TYPE_TO_FREQUENCIES.get(kind)
     if compute is None:
         raise UnsupportedModelError(
@@ -127,7 +129,10 @@ def _wavelengths(head_dim: int, parameters: Mapping[str, Any]) -> torch.Tensor:
 
 def _linear(head_dim: int, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
     frequencies, scale = _plain(head_dim, parameters)
-    return frequencies / parameters["factor"], scale
+    factor = parameters["factor"]
+    if not factor > 0:
+        raise ValueError(f"'factor' = {factor}")
+    return frequencies / factor, scale
 
 
 def _divided(head_dim: int, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import torch
 
-from asyncllm.errors import CheckpointError, UnsupportedModelError
+from asyncllm.errors import UnsupportedModelError
 from asyncllm.layers.norm import OffsetRMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding, Rotation, rope_parameters
 from asyncllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaLayout, LlamaSettings
-from asyncllm.models.settings import Count  # noqa: TC001 - msgspec reads it
+from asyncllm.models.settings import FULL, SLIDING, Count, check_layer_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,7 +34,6 @@ __all__ = ["Gemma3DecoderLayer", "Gemma3ForCausalLM", "Gemma3ForConditionalGener
 
 logger = logging.getLogger(__name__)
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_ROPE_THETA, LOCAL_ROPE_THETA = 1_000_000.0, 10_000.0  # of the configuration class
 IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
 
@@ -56,19 +55,13 @@ class Gemma3Settings(LlamaSettings, kw_only=True):
 def layer_types(settings: Gemma3Settings) -> list[str]:
     """Return the kind of each layer, ``FULL`` or ``SLIDING``.
 
-    :raises UnsupportedModelError: there is one that is neither; names it.
-    :raises CheckpointError: there are more or fewer of them than layers.
+    Raises as :func:`check_layer_types`.
     """
     period = settings.sliding_window_pattern
     kinds = settings.layer_types or [
         SLIDING if (index + 1) % period else FULL for index in range(settings.num_hidden_layers)
     ]
-    if len(kinds) != settings.num_hidden_layers:
-        raise CheckpointError(f"there are {len(kinds)} layer_types for {settings.num_hidden_layers} layers")
-    if unknown := set(kinds) - {FULL, SLIDING}:
-        name = min(unknown)
-        raise UnsupportedModelError(f"the layer type {name!r} is not supported", feature=f"layer type {name}")
-    return kinds
+    return check_layer_types(kinds, settings.num_hidden_layers)
 
 
 class Gemma3DecoderLayer(LlamaDecoderLayer):

@@ -22,7 +22,7 @@ from asyncllm.layers.linear import Destination, Linear, LinearMethod
 from asyncllm.layers.norm import RMSNorm
 from asyncllm.layers.rotary import RotaryEmbedding, Rotation, apply_rotary, rope_parameters
 from asyncllm.models.base import CausalLM, ForwardContext
-from asyncllm.models.settings import Count, read_settings
+from asyncllm.models.settings import FULL, SLIDING, Count, check_layer_types, read_settings
 from asyncllm.models.weights import fill
 
 if TYPE_CHECKING:
@@ -258,28 +258,49 @@ class LlamaForCausalLM(CausalLM):
         return self.lm_head(hidden).float()
 
 
+class MistralSettings(LlamaSettings, kw_only=True):
+    """Llama's, and the window."""
+
+    sliding_window: Count | None = None
+
+
 class MistralForCausalLM(LlamaForCausalLM):
     """Llama with a sliding window in every layer, where the configuration has one; no biases."""
 
+    settings: MistralSettings
+    settings_class = MistralSettings
+
     def layout(self, config: dict[str, Any]) -> LlamaLayout:
         """Return what ``config`` says about biases and windows."""
-        return LlamaLayout(qkv_bias=False, out_bias=False, windows=[config.get("sliding_window")] * self.num_layers)
+        return LlamaLayout(qkv_bias=False, out_bias=False, windows=[self.settings.sliding_window] * self.num_layers)
+
+
+class Qwen2Settings(MistralSettings, kw_only=True):
+    """Llama's, and which layers have the window."""
+
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    """Layers before this one see all tokens, unless ``layer_types`` says which do."""
+    layer_types: list[str] | None = None
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Llama with biases on query, key and value, and a sliding window in those layers that the configuration names."""
 
+    settings: Qwen2Settings
+    settings_class = Qwen2Settings
+
     def layout(self, config: dict[str, Any]) -> LlamaLayout:
         """Return what ``config`` says about biases and windows."""
-        return LlamaLayout(qkv_bias=True, out_bias=False, windows=self._windows(config))
+        return LlamaLayout(qkv_bias=True, out_bias=False, windows=self._windows())
 
-    def _windows(self, config: dict[str, Any]) -> list[int | None]:
-        window = config.get("sliding_window") if config.get("use_sliding_window") else None
-        types = config.get("layer_types") or [
-            "sliding_attention" if index >= config.get("max_window_layers", 28) else "full_attention"
-            for index in range(self.num_layers)
+    def _windows(self) -> list[int | None]:
+        settings = self.settings
+        window = settings.sliding_window if settings.use_sliding_window else None
+        kinds = settings.layer_types or [
+            SLIDING if index >= settings.max_window_layers else FULL for index in range(self.num_layers)
         ]
-        return [window if kind == "sliding_attention" else None for kind in types]
+        return [window if kind == SLIDING else None for kind in check_layer_types(kinds, self.num_layers)]
 
 
 class Qwen3ForCausalLM(Qwen2ForCausalLM):
@@ -288,4 +309,4 @@ class Qwen3ForCausalLM(Qwen2ForCausalLM):
     def layout(self, config: dict[str, Any]) -> LlamaLayout:
         """Return what ``config`` says about biases and windows."""
         bias = self.settings.attention_bias
-        return LlamaLayout(qkv_bias=bias, out_bias=bias, windows=self._windows(config), head_norm=RMSNorm)
+        return LlamaLayout(qkv_bias=bias, out_bias=bias, windows=self._windows(), head_norm=RMSNorm)

@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 
+from asyncllm.errors import CheckpointError, UnsupportedModelError
+
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
 
-__all__ = ["Count", "read_settings"]
+__all__ = ["FULL", "SLIDING", "Count", "check_layer_types", "read_settings"]
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 """A size or a number of things."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in ``layer_types``: such that see all tokens, and such that see a window of them."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -26,3 +31,17 @@ def read_settings(checkpoint: Checkpoint, kind: type[T]) -> T:
         return msgspec.convert(checkpoint.text_config, kind)
     except msgspec.ValidationError as error:
         raise checkpoint.damaged(f"cannot be used: {error}") from error
+
+
+def check_layer_types(kinds: list[str], num_layers: int) -> list[str]:
+    """Return ``kinds`` if they are those of ``num_layers`` layers, each ``FULL`` or ``SLIDING``.
+
+    :raises UnsupportedModelError: there is one that is neither; names it.
+    :raises CheckpointError: there are more or fewer of them than layers.
+    """
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"there are {len(kinds)} layer_types for {num_layers} layers")
+    if unknown := set(kinds) - {FULL, SLIDING}:
+        name = min(unknown)
+        raise UnsupportedModelError(f"the layer type {name!r} is not supported", feature=f"layer type {name}")
+    return kinds

@@ -28,6 +28,7 @@ __all__ = ["RandomRows", "SamplingColumns", "SamplingMetadata"]
 Int64 = npt.NDArray[np.int64]
 
 TOP_P_WINDOW = 1024  # most likely tokens in which a top-p is looked for before the whole vocabulary is sorted
+LARGEST_TEMPERATURE = float(np.finfo(np.float32).max)  # infinity would make nan of logits that are minus infinity
 GREEDY_BELOW = 1e-5  # logits divided by less than this overflow float32; the draw is the most likely token anyway
 SMALLEST_TOP_P = float(np.finfo(np.float32).tiny)  # less is 0 in float32, which would keep no token at all
 
@@ -89,7 +90,7 @@ class SamplingColumns:
         """Take the parameters of the request that now owns ``slot``."""
         greedy = sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
         self.parameters[slot] = (
-            0.0 if greedy else sampling.temperature,
+            0.0 if greedy else min(sampling.temperature, LARGEST_TEMPERATURE),
             max(sampling.top_p, SMALLEST_TOP_P),
             sampling.min_p,
             sampling.top_k if sampling.top_k < self.vocab_size else 0,

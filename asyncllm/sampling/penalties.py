@@ -24,6 +24,8 @@ __all__ = ["Adjustments", "TokenHistory"]
 
 Int64 = npt.NDArray[np.int64]
 
+LARGEST = float(np.finfo(np.float32).max)  # infinity would make nan of a logit that is 0
+
 
 @dataclass(slots=True)
 class TokenHistory:
@@ -137,6 +139,6 @@ class Adjustments:
 
 
 def _rows_of(rows: Int64, values: list[float], *, neutral: float) -> tuple[Int64, npt.NDArray[np.float32]]:
-    column = np.array(values, np.float32)
+    column = np.array([min(value, LARGEST) for value in values], np.float32)
     chosen = column != np.float32(neutral)
     return rows[chosen], column[chosen]

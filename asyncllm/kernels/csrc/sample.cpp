@@ -270,7 +270,7 @@ private:
                 return;
             }
         }
-        if (near + 2 < cut.bin) cut = {near + 2, 0};
+        if (near + 2 <= cut.bin) cut = {near + 2, 0};  // also where another filter cut inside that bin
     }
 
     int64_t token_beyond(double target, double before, int32_t bin) {

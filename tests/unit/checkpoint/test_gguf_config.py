@@ -135,6 +135,24 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
         opened(tmp_path, **{f"llama.{key}": None})
 
 
+@pytest.mark.parametrize("value", [0, 2**31 - 1, "many", 1.5], ids=str)
+@pytest.mark.parametrize("key", ["block_count", "attention.head_count", "embedding_length"])
+def test_a_number_that_cannot_be_is_named(tmp_path: Path, key: str, value: object) -> None:
+    if key != "block_count" and value == 2**31 - 1:
+        value = 2**31
+    with pytest.raises(CheckpointError, match=f"llama.{key}"):
+        opened(tmp_path, **{f"llama.{key}": value})
+
+
+@pytest.mark.parametrize("value", [0, 2**31, "six"], ids=str)
+def test_a_period_of_windows_that_cannot_be_is_named(tmp_path: Path, value: object) -> None:
+    metadata = {key.replace("llama.", "gemma3."): known for key, known in LLAMA_METADATA.items()}
+    metadata |= {"gemma3.attention.sliding_window": 16, "gemma3.attention.sliding_window_pattern": value}
+    path = write_gguf(tmp_path / "m.gguf", metadata, architecture="gemma3")
+    with pytest.raises(CheckpointError, match=r"gemma3\.attention\.sliding_window_pattern"):
+        open_checkpoint(str(path))
+
+
 def test_a_missing_embedding_is_named(tmp_path: Path) -> None:
     tensors = llama_tensors()
     del tensors["token_embd.weight"]

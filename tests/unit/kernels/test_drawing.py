@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -46,6 +47,19 @@ def test_the_tokens_are_those_of_torch(kernels: NativeKernels, vocab_size: int, 
     got = sample(logits, params, positions=positions, kernels=kernels)
     assert torch.equal(got.best_logits, expected.best_logits)
     assert int((got.token_ids != expected.token_ids).sum()) <= 1
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 2}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("min_p", [1.0, 0.5, 0.05])
+def test_min_p_drops_what_another_filter_kept_last(
+    kernels: NativeKernels, fields: dict[str, Any], min_p: float
+) -> None:
+    """The second token of each row is little to far below min_p, and the last one that the other filter keeps."""
+    distances = torch.arange(1, 501) / 500 * 0.3 - math.log(min_p)
+    logits = torch.full((500, 20), -torch.inf)
+    logits[:, 17], logits[:, 3] = 0.0, -distances
+    params = [sampling(temperature=1.0, seed=i, min_p=min_p, **fields) for i in range(500)]
+    assert set(sample(logits, params, kernels=kernels).token_ids.tolist()) == {17}
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 4}, {"top_p": 0.7}, {"top_k": 6, "top_p": 0.9}, {"min_p": 0.7}], ids=str)

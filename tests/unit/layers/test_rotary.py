@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -134,6 +135,18 @@ def test_a_partly_rotated_head_is_refused() -> None:
 def test_a_scaling_without_its_parameters_is_damaged(kind: str) -> None:
     with pytest.raises(CheckpointError, match=f"rotary scaling '{kind}' lacks"):
         rope_frequencies(64, {"rope_type": kind, "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize("base", [0, -1.0, "x", math.inf, math.nan, True, [1e4]], ids=str)
+def test_a_base_that_cannot_be_is_named(base: object) -> None:
+    with pytest.raises(CheckpointError, match="rope_theta is"):
+        rope_frequencies(64, {"rope_type": "default", "rope_theta": base})
+
+
+@pytest.mark.parametrize("factor", [0, -2.0, "x"], ids=str)
+def test_a_linear_factor_that_cannot_be_is_damaged(factor: object) -> None:
+    with pytest.raises(CheckpointError, match="lacks or misstates"):
+        rope_frequencies(64, {"rope_type": "linear", "rope_theta": 1e4, "factor": factor})
 
 
 def test_factors_for_another_head_dim_are_damaged() -> None:

@@ -156,6 +156,41 @@ def test_a_config_that_cannot_be_is_damaged(llama: Path, changes: dict[str, Any]
     assert caught.value.file == "config.json"
 
 
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"sliding_window": 0}, r"\$\.sliding_window"),
+        ({"sliding_window": -1}, r"\$\.sliding_window"),
+        ({"sliding_window": 2**40}, r"\$\.sliding_window"),
+        ({"max_window_layers": "1"}, r"\$\.max_window_layers"),
+        ({"use_sliding_window": "no"}, r"\$\.use_sliding_window"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
+        ({"layer_types": ["sliding_attention"] * 3}, "3 layer_types for 2 layers"),
+        ({"layer_types": 2}, r"\$\.layer_types"),
+    ],
+)
+def test_windows_that_cannot_be_are_damaged(llama: Path, family: str, changes: dict[str, Any], what: str) -> None:
+    kind = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
+    change_config(llama, **{**kind, "use_sliding_window": True, "sliding_window": 8, **changes})
+    with pytest.raises(CheckpointError, match=what):
+        build(llama)
+
+
+def test_a_kind_of_layers_that_a_qwen_does_not_have_is_named(llama: Path) -> None:
+    kinds = ["full_attention", "chunked_attention"]
+    change_config(llama, architectures=["Qwen3ForCausalLM"], model_type="qwen3", layer_types=kinds)
+    with pytest.raises(UnsupportedModelError, match="'chunked_attention'"):
+        build(llama)
+
+
+@pytest.mark.parametrize("window", [0, -1, "8", 1.5])
+def test_a_window_that_a_mistral_cannot_have_is_damaged(llama: Path, window: object) -> None:
+    change_config(llama, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=window)
+    with pytest.raises(CheckpointError, match=r"\$\.sliding_window"):
+        build(llama)
+
+
 def test_opt_heads_must_divide_the_hidden_size(tmp_path: Path) -> None:
     folder = write_tiny_opt(tmp_path)
     change_config(folder, num_attention_heads=5)

@@ -129,7 +129,8 @@ def test_logits_equal_those_of_the_model_that_was_written(tmp_path: Path, case: 
 
 def test_the_scores_of_the_27b_model_are_scaled_by_hidden_size_over_heads(tmp_path: Path) -> None:
     """llama.cpp tells it by its 62 layers, too; the scale is not in the file."""
-    path = write(tmp_path / "m.gguf", make("gemma3_text", GEMMA3), "gemma3", WINDOW | {"block_count": 62})
+    layers = {"num_hidden_layers": 62, "layer_types": KINDS[:2] * 31}
+    path = write(tmp_path / "m.gguf", make("gemma3_text", GEMMA3 | layers), "gemma3", WINDOW)
     assert open_checkpoint(str(path)).config["query_pre_attn_scalar"] == 48 // 6
 
 

@@ -44,6 +44,13 @@ def test_case104_repetition_penalty_counts_prompt_and_output_once(logits: torch.
     assert torch.equal(got, want)
 
 
+def test_a_repetition_penalty_beyond_float32_leaves_no_nan(logits: torch.Tensor) -> None:
+    logits[0, PROMPT[0]] = 0.0
+    got = adjust(logits, sampling(repetition_penalty=1e300), sampling())
+    assert not got.isnan().any()
+    assert got[0, PROMPT[0]] == 0.0
+
+
 def test_case104_frequency_penalty_counts_each_output_token(logits: torch.Tensor) -> None:
     got = adjust(logits, sampling(frequency_penalty=0.5), sampling())
     want = logits.clone()

@@ -187,3 +187,14 @@ def test_rows_are_cut_into_slices_without_effect(logits: torch.Tensor, monkeypat
 def test_the_smallest_top_p_keeps_the_most_likely_token(logits: torch.Tensor, top_p: float) -> None:
     found = sample(logits.expand(50, -1), [sampling(temperature=1.0, top_p=top_p)] * 50, positions=range(50))
     assert set(found.token_ids.tolist()) == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 40}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("temperature", [1e38, 1e39, 1e300])
+def test_a_temperature_beyond_float32_draws_evenly_from_what_is_allowed(
+    logits: torch.Tensor, temperature: float, fields: dict[str, float]
+) -> None:
+    params = [sampling(temperature=temperature, seed=i, allowed_token_ids=[3, 7], **fields) for i in range(200)]
+    tokens = sample(logits.expand(200, -1), params).token_ids.tolist()
+    assert set(tokens) == {3, 7}
+    assert 60 < tokens.count(3) < 140
