@@ -304,7 +304,8 @@ int32_t allm_draw_tokens(allm_pool* pool, const float* logits, int64_t logits_st
         Greatest top = greatest(logits + r * logits_stride, vocabulary);
         best[r] = top.value;
         ids[r] = top.column;
-        if (sampling.temperature == 0.0f || !(fabsf(top.value) < INFINITY)) return;
+        // Also where the temperature is so low that the division overflows: all others are infinitely less likely.
+        if (sampling.temperature == 0.0f || !(fabsf(top.value / sampling.temperature) < INFINITY)) return;
         Scratch scratch(memory, vocabulary);
         double number = uniform(sampling.seed, (uint32_t)sampling.sample_index, (uint64_t)positions[r]);
         Row row{logits + r * logits_stride, vocabulary, sampling, top.value, number};
