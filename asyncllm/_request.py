@@ -33,6 +33,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     logit_bias: dict[int, float] | None
     allowed_token_ids: list[int] | None
+    bad_words: list[str] | None
     seed: int | None
     max_tokens: int | None
     min_tokens: int
@@ -42,8 +43,11 @@ class SamplingOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     logprobs: int | None
     prompt_logprobs: int | None
+    logprob_token_ids: list[int] | None
+    truncate_prompt_tokens: int | None
     detokenize: bool
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +65,7 @@ class PromptRequest(_Request):
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
-        return inputs.is_long(self.prompt)
+        return inputs.is_long(self.prompt, truncates=self.params.truncate_prompt_tokens is not None)
 
     def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
         """Return the engine requests.

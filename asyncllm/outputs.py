@@ -36,10 +36,14 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """The candidates at one position: the chosen (or prompt) token first, then the most likely ones in order."""
+    """The candidates at one position: the chosen (or prompt) token, then the most likely ones in order.
+
+    ``requested`` are those of ``logprob_token_ids``, in the order in which they were asked for.
+    """
 
     chosen: Logprob
     top: list[Logprob]
+    requested: list[Logprob] = []
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):

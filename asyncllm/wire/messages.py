@@ -68,6 +68,8 @@ class EngineSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] = []  # empty: all
+    bad_words: list[list[int]] = []  # the last id of each cannot follow an output that ends in those before it
+    logprob_token_ids: list[int] = []  # reported at each output position, after the top ones
 
 
 # ------------------------------------------------------------------------------------------------- to the engine
@@ -179,9 +181,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
-    """Candidates at consecutive positions of one request: at each, the chosen token first, then the top ones in order.
+    """Candidates at consecutive positions of one request: at each, the chosen token, the top ones, the requested ones.
 
-    The three columns are flat: ``width`` entries per position (1 + the number of top tokens asked for).
+    The three columns are flat: ``width`` entries per position (1 + the number of top tokens asked for + the number of
+    ``logprob_token_ids``, which stand in the order in which they were asked for).
     """
 
     width: int
