@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ConfigError, InvalidParameterError, shown
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from asyncllm.frontend.input_processor import InputProcessor, ProcessedRequest
@@ -39,6 +39,7 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int
     stop: str | list[str] | None
     stop_token_ids: list[int] | None
+    repetition_detection: RepetitionDetectionParams | None
     ignore_eos: bool
     include_stop_str_in_output: bool
     logprobs: int | None

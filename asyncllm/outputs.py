@@ -20,6 +20,8 @@ class FinishReason(enum.StrEnum):
     """End of sequence, a stop string or a stop token; ``stop_reason`` says which (``None``: end of sequence)."""
     LENGTH = "length"
     """``max_tokens`` or the model's context (or, alone in the engine, its KV blocks) is used up."""
+    REPETITION = "repetition"
+    """The output ends in a pattern as ``repetition_detection`` says; ``stop_reason`` is "repetition_detected"."""
     ABORT = "abort"
     """The caller ended it: ``cancel()``, ``abort()``, ``finish()`` or shutdown."""
     ERROR = "error"

@@ -13,12 +13,14 @@ import msgspec
 
 from asyncllm.errors import InvalidParameterError, shown
 
-__all__ = ["SamplingParams"]
+__all__ = ["RepetitionDetectionParams", "SamplingParams"]
 
 MAX_LOGPROBS = 64
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
+MAX_PATTERN_SIZE = 256
+MAX_PATTERN_COUNT = 1024
 MAX_SAMPLES = 256
 MAX_SEED = 2**64 - 1
 MAX_ID = 2**31 - 1
@@ -29,6 +31,28 @@ FLAGS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which repetition ends a sample; names and meaning are those of vLLM.
+
+    :raises InvalidParameterError: a field is of the wrong type or out of range; names field, value and limit.
+    """
+
+    max_pattern_size: int
+    """Tokens of the longest pattern looked for, 1 … 256."""
+    min_pattern_size: int = 1
+    """Tokens of the shortest one."""
+    min_count: int
+    """How many times in a row the pattern stands at the end of the output, 2 … 1024."""
+
+    def __post_init__(self) -> None:
+        _integer("max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        _integer("min_pattern_size", self.min_pattern_size, 1, MAX_PATTERN_SIZE)
+        _integer("min_count", self.min_count, 2, MAX_PATTERN_COUNT)
+        if self.min_pattern_size > self.max_pattern_size:
+            limit = f"at most max_pattern_size ({self.max_pattern_size})"
+            _refuse("min_pattern_size", self.min_pattern_size, limit)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +95,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Strings that end the sample; the text is cut before the match."""
     stop_token_ids: list[int] | None = None
     """Token ids that end the sample, beside the model's own end-of-sequence ids."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """End the sample, not before ``min_tokens``, when its last tokens are a pattern several times in a row; all of them
+    are delivered, ``finish_reason`` is "repetition" and ``stop_reason`` "repetition_detected"."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence ids (``stop_token_ids`` still end the sample)."""
     include_stop_str_in_output: bool = False
@@ -116,6 +143,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
+        watched = cast("object", self.repetition_detection)
+        if watched is not None and not isinstance(watched, RepetitionDetectionParams):
+            _refuse("repetition_detection", watched, "RepetitionDetectionParams")
         self._check_stop()
         self._check_ids()
         self._check_bad_words()

@@ -33,7 +33,7 @@ from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLon
 from asyncllm.frontend.chat_template import ChatTemplate
 from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling
+from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, RareSampling
 
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
@@ -310,6 +310,7 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "little") if value["temperature"] else 0
+        rare = _rare(params, bad_words)
         return [
             EngineSampling(
                 max_tokens=max_tokens,
@@ -330,8 +331,7 @@ class InputProcessor:
                 repetition_penalty=float(value["repetition_penalty"]),
                 logit_bias={token_id: float(bias) for token_id, bias in (params.logit_bias or {}).items()},
                 allowed_token_ids=list(params.allowed_token_ids or ()),
-                bad_words=bad_words,
-                logprob_token_ids=list(params.logprob_token_ids or ()),
+                rare=rare,
             )
             for index in range(params.n)
         ]
@@ -339,6 +339,18 @@ class InputProcessor:
     def _resolved(self, params: SamplingParams, name: str) -> float:
         given = getattr(params, name)
         return self._defaults[name] if given is None else given
+
+
+def _rare(params: SamplingParams, bad_words: list[list[int]]) -> RareSampling | None:
+    """Return what of ``params`` few requests use; ``None`` where this is none of them."""
+    watched = params.repetition_detection
+    if not bad_words and params.logprob_token_ids is None and watched is None:
+        return None
+    return RareSampling(
+        bad_words,
+        list(params.logprob_token_ids or ()),
+        None if watched is None else (watched.min_pattern_size, watched.max_pattern_size, watched.min_count),
+    )
 
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

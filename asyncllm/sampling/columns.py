@@ -103,8 +103,8 @@ class SamplingColumns:
         self.forget(slot)
         if Adjustments.wanted(sampling):
             self.adjusted[slot] = sampling
-        if sampling.logprob_token_ids:
-            self.requested[slot] = sampling.logprob_token_ids
+        if sampling.rare is not None and sampling.rare.logprob_token_ids:
+            self.requested[slot] = sampling.rare.logprob_token_ids
 
     def forget(self, slot: int) -> None:
         """Drop what is held only of some requests: that of ``slot`` has left it."""

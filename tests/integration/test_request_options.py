@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncllm import LLM, Completion, SamplingParams
+from asyncllm import LLM, Completion, RepetitionDetectionParams, SamplingParams
 from asyncllm.errors import InvalidParameterError
 
 PROMPT = list(range(20, 33))
@@ -82,3 +82,13 @@ def test_an_option_out_of_range_says_so_before_anything_is_sent(llm: LLM) -> Non
         with pytest.raises(InvalidParameterError) as caught:
             llm.generate(PROMPT, **fields)
         assert caught.value.parameter == next(iter(fields))
+
+
+def test_a_repetition_ends_the_sample_and_says_so(llm: LLM) -> None:
+    """The only allowed token repeats itself; the other requests in the batch go on."""
+    watched = params(
+        allowed_token_ids=[65], repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_count=3)
+    )
+    done = llm.generate([PROMPT, PROMPT, PROMPT[:4]], [watched, params(allowed_token_ids=[65]), params()])
+    assert [one.finish_reason for one in done] == ["repetition", "length", "length"]
+    assert (done[0].text, done[0].stop_reason) == ("AAA", "repetition_detected")

@@ -11,7 +11,7 @@ import pytest
 from asyncllm.errors import InvalidParameterError, PromptTooLongError
 from asyncllm.frontend.input_processor import InputProcessor
 from asyncllm.frontend.tokenizer import Tokenizer
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from asyncllm.testing import EOS, IM_END
 from asyncllm.wire.messages import EngineSampling
 from tests.support.frontend import FrontEnd, engine_info, sentencepiece_json
@@ -194,3 +194,37 @@ def test_requested_ids_that_are_none_are_refused(ids: Any) -> None:
 
 def test_requested_ids_beyond_the_vocabulary_are_refused(processor: InputProcessor) -> None:
     assert refused(processor, logprob_token_ids=[5, 260]).value == 260
+
+
+# ----------------------------------------------------------------------------------------- the repetition detection
+@pytest.mark.parametrize(
+    ("field", "value", "others"),
+    [
+        ("max_pattern_size", 0, {}),
+        ("max_pattern_size", 257, {}),
+        ("max_pattern_size", "5", {}),
+        ("min_pattern_size", 0, {}),
+        ("min_pattern_size", 6, {"max_pattern_size": 5}),
+        ("min_count", 1, {}),
+        ("min_count", 1025, {}),
+    ],
+)
+def test_a_repetition_out_of_range_is_refused(field: str, value: Any, others: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        RepetitionDetectionParams(**{"max_pattern_size": 9, "min_count": 3, **others, field: value})
+    assert caught.value.parameter == field
+    assert caught.value.limit
+
+
+@pytest.mark.parametrize("value", [True, 5, {"max_pattern_size": 5, "min_count": 3}])
+def test_another_thing_is_no_repetition(value: Any) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        SamplingParams(repetition_detection=value)
+    assert caught.value.parameter == "repetition_detection"
+
+
+def test_a_repetition_reaches_the_engine(processor: InputProcessor) -> None:
+    found = sampling(processor, repetition_detection=RepetitionDetectionParams(max_pattern_size=20, min_count=3)).rare
+    assert found is not None
+    assert found.repetition == (1, 20, 3)
+    assert sampling(processor).rare is None

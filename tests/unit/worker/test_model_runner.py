@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
+
 import pytest
 import torch
 
@@ -219,12 +220,12 @@ def free_of(tokens: list[int], words: list[list[int]]) -> bool:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_bad_words_hold_through_batches_chunks_and_preemption(backend: str) -> None:
     """Words are taken from what each request would say without them: of one, two and three tokens."""
-    kinds = [sampling(), sampling(temperature=1.0, seed=1), sampling(temperature=0.8, top_k=20, seed=2)]
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.8, "top_k": 20, "seed": 2}]
     params: list[EngineSampling] = []
     for index, kind in enumerate(kinds):
-        plain = alone(index, kind, backend=backend)
+        plain = alone(index, sampling(**kind), backend=backend)
         words = [[plain[1]], plain[3:5], plain[7:10]]
-        params.append(msgspec.structs.replace(kind, bad_words=words))
+        params.append(sampling(bad_words=words, **kind))
         assert not free_of(plain, words)
     expected = {index: alone(index, one, backend=backend) for index, one in enumerate(params)}
     assert all(free_of(expected[index], one.bad_words) for index, one in enumerate(params))
