@@ -52,7 +52,7 @@ class BadWords:
         ends = history.slots[rows] * history.tokens.shape[1] + history.num_tokens[rows]
         places = np.maximum(ends[:, None] - self._back, 0)  # columns that are not compared may lie before the row
         before = self._before.index_select(0, chosen)
-        tail = history.tokens.reshape(-1).index_select(0, self._tensor(places.reshape(-1))).view(before.shape)
+        tail = history.tokens.view(-1).index_select(0, self._tensor(places.ravel())).view(before.shape)
         complete = ((tail == before) | (before == ANY)).all(1)
         # Added, not written: two words may end in the same cell, of which only one is complete.
         excluded = torch.zeros(len(nth), device=self._device).masked_fill_(complete, -torch.inf)
