@@ -138,8 +138,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({shown(self.max_tokens)})")
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-        if self.truncate_prompt_tokens != -1:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None, optional=True, also="or -1")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None, also="or -1")
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
@@ -148,7 +148,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("repetition_detection", watched, "RepetitionDetectionParams")
         self._check_stop()
         self._check_ids()
-        self._check_bad_words()
+        if self.bad_words is not None:
+            self._check_bad_words(self.bad_words)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -180,10 +181,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _refuse(name, ids, "a list of token ids")
             for token_id in cast("list[object]", ids):
                 _integer(name, token_id, 0, MAX_ID)
-        for name in ("allowed_token_ids", "logprob_token_ids"):
-            if getattr(self, name) is not None and not getattr(self, name):
+            if not ids and name != "stop_token_ids":
                 _refuse(name, [], "at least one token id")
-        if len(self.logprob_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
+        if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
             _refuse("logprob_token_ids", self.logprob_token_ids, f"at most {MAX_LOGPROB_TOKEN_IDS} token ids")
         biases = cast("object", self.logit_bias)
         if biases is not None:
@@ -193,10 +193,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _integer("logit_bias", token_id, 0, MAX_ID)
                 _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
-    def _check_bad_words(self) -> None:
-        words = cast("object", self.bad_words)
-        if words is None:
-            return
+    def _check_bad_words(self, words: object) -> None:
         if not isinstance(words, (list, tuple)):
             _refuse("bad_words", words, "a list of strings")
         words = cast("list[object]", words)
