@@ -148,7 +148,7 @@ def _info(options: argparse.Namespace) -> int:
                 "attention": config.device.attention_backend,
                 "kernels": describe_kernels(),
                 "context": config.model.max_model_len or checkpoint.max_position,
-                "KV block": f"{config.cache.block_size} tokens",
+                "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
             },
@@ -176,7 +176,8 @@ def _show_engine(info: EngineInfo) -> None:
             "attention": info.attention_backend,
             "kernels": info.kernels,
             "context": info.max_model_len,
-            "KV blocks": f"{info.num_blocks} of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:.0f} MiB",
+            "KV blocks": f"{info.num_blocks} of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:.0f} MiB"
+            + (f" of {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),
             "running at once": info.max_num_seqs,
             "tokens per step": info.max_num_batched_tokens,
         },

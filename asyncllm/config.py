@@ -66,6 +66,8 @@ class CacheConfig:
     """Share of the free memory that KV blocks may take."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal token prefixes."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = AUTO
+    """How keys and values are stored. ``auto``: as ``dtype``; ``int8``: a scale for each token and head."""
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -73,6 +75,7 @@ class CacheConfig:
         _at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
         if not 0.0 < self.memory_fraction <= 1.0:
             _refuse("memory_fraction", self.memory_fraction, "in (0, 1]")
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
 
 
 @dataclass(frozen=True, kw_only=True)

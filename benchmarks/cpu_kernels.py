@@ -1,11 +1,13 @@
 """How near are the native CPU kernels to what this machine can do, and how far ahead of torch?
 
-    python benchmarks/cpu_kernels.py [--shape smollm2] [--formats BF16 F32 Q8_0 Q4_1] [--threads 2] [--isa x86-64-v3]
+    python benchmarks/cpu_kernels.py [--shape smollm2] [--formats BF16 F32 Q8_0 Q4_1] [--kv-formats F32 BF16 F16 I8]
+                                     [--threads 2] [--isa x86-64-v3]
 
 The roofs come first, in the same run: multiply-adds in registers, and reading memory that no cache holds. Then, on
 random weights in the shape of a model: all linear layers and the head for M rows (requests that decode, or tokens of a
-prompt), paged attention, and whole decoder steps. `roof` is the share of the nearer roof. torch: the same linear layers
-through `torch.nn.functional.linear` in float32, and through the method that the torch path of this package uses.
+prompt), paged attention for each format of keys and values, and whole decoder steps with the first of these. `roof` is
+the share of the nearer roof. torch: the same linear layers through `torch.nn.functional.linear` in float32, and through
+the method that the torch path of this package uses.
 Each figure has the best and the median of its rounds: on a busy machine they differ, and the line holds the load.
 """
 
@@ -22,7 +24,7 @@ import report
 import torch
 from torch.nn import functional
 
-from asyncllm.kernels.base import Activation, Batch, Format, Norm, NormKind, PackedWeight, Rotary
+from asyncllm.kernels.base import Activation, Batch, Format, KvShape, Norm, NormKind, PackedWeight, Rotary
 from asyncllm.kernels.decoder import DecoderSpec, LayerSpec
 from asyncllm.kernels.native import NativeKernels
 from asyncllm.layers.linear import Linear
@@ -154,9 +156,7 @@ class Bench:
         figures: dict[str, Any] = {}
         for count, new, length in cases:
             batch, num_blocks = self.batch(count, new, length)
-            layers = [self.kernels.allocate_kv(spec.kv_shape, num_blocks) for _ in range(4)]  # one after the other
-            for layer in layers:
-                layer.view(torch.int16).random_(0, 16_000)
+            layers = [self.filled_cache(spec.kv_shape, num_blocks) for _ in range(4)]  # one after the other
             query = torch.randn(count * new, spec.num_heads, spec.head_dim)
             turn = iter(range(1 << 60))
             pairs = count * (new * (length - new) + new * (new + 1) / 2)
@@ -169,6 +169,16 @@ class Bench:
                 num_bytes,
             )
         return figures
+
+    def filled_cache(self, shape: KvShape, num_blocks: int) -> torch.Tensor:
+        """Return one layer's cache with random keys and values in every slot but those of the null block."""
+        cache = self.kernels.allocate_kv(shape, num_blocks)
+        slots = np.arange(shape.block_size, num_blocks * shape.block_size)
+        key, value = torch.randn(2, len(slots), shape.num_kv_heads, shape.head_dim)
+        nothing = np.zeros(1, np.int32)
+        batch = Batch(slots, slots * 0, slots, nothing, nothing, nothing[:, None])
+        self.kernels.rotate_and_write(shape, cache, batch, None, key, value)
+        return cache
 
     def steps(self, cases: list[tuple[int, int, int]], stored_as: Format, kv_format: Format) -> dict[str, Any]:
         spec = self.spec(stored_as, kv_format, num_layers=self.shape.layers)
@@ -253,18 +263,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", help="x86-64-v3, x86-64-v4 …; default: the best one here")
     parser.add_argument("--formats", nargs="+", default=["BF16", "F32", "Q8_0", "Q4_1"])
-    parser.add_argument("--kv-format", default="F32")
+    parser.add_argument("--kv-formats", nargs="+", default=["F32", "BF16", "F16", "I8"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     decode = ["1x1@128", "8x1@128", "32x1@128", "1x1@1024", "8x1@1024", "32x1@1024"]
     parser.add_argument("--cases", type=case, nargs="+", default=[case(text) for text in [*decode, "1x512@512"]])
+    long = ["1x1@8192", "1x512@512", "1x512@2048"]
+    parser.add_argument("--attention-cases", type=case, nargs="+", default=[case(text) for text in [*decode, *long]])
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each figure")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    bench, kv_format = Bench(args), Format[args.kv_format]
+    bench = Bench(args)
     figures: dict[str, Any] = {"kernels": bench.kernels.description, "shape": args.shape, "roofs": bench.roofs}
     figures["linear"] = {name: bench.linears(Format[name], args.rows) for name in args.formats}
     figures["torch"] = bench.torch_linears(args.rows)
-    figures["attention"] = bench.attention(args.cases, kv_format)
+    figures["attention"] = {name: bench.attention(args.attention_cases, Format[name]) for name in args.kv_formats}
+    kv_format = Format[args.kv_formats[0]]
     figures["step"] = {name: bench.steps(args.cases, Format[name], kv_format) for name in args.formats}
     report.emit("cpu_kernels", figures, args)
 

@@ -19,9 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncllm.kernels.base import Kernels
+from asyncllm.kernels.base import Format, Kernels
 
-__all__ = ["AttentionBackend", "AttentionSpec", "FlatBatch", "KVCache"]
+__all__ = ["NAME_TO_KV_FORMAT", "AttentionBackend", "AttentionSpec", "FlatBatch", "KVCache", "why_not_in_torch"]
+
+NAME_TO_KV_FORMAT = {
+    "float32": Format.F32,
+    "bfloat16": Format.BF16,
+    "float16": Format.F16,
+    "int8": Format.I8,
+}
+"""What the option ``kv_cache_dtype`` may name."""
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -43,6 +51,15 @@ class AttentionSpec:
     device: torch.device
     kernels: Kernels | None = None
     """The compiled operators of this worker, where its platform has some."""
+    kv_cache_dtype: str = "auto"
+    """``auto``: keys and values are stored as ``dtype``."""
+
+    @property
+    def kv_format(self) -> Format:
+        """How keys and values are stored."""
+        if self.kv_cache_dtype == "auto":
+            return Format.of(self.dtype)
+        return NAME_TO_KV_FORMAT[self.kv_cache_dtype]
 
 
 @dataclass(kw_only=True)
@@ -104,3 +121,15 @@ class AttentionBackend(ABC):
 
         ``window``: a token sees itself and ``window - 1`` tokens before it; ``None`` for all.
         """
+
+
+def why_not_in_torch(spec: AttentionSpec) -> str | None:
+    """Return why a backend in torch cannot serve ``spec``, ``None`` if it can."""
+    if spec.num_heads % spec.num_kv_heads:
+        return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} key/value heads"
+    if not spec.kv_format.is_plain:
+        return (
+            f"kv_cache_dtype is {spec.kv_cache_dtype!r}, which needs the native kernels (dtype float32);"
+            " torch stores float32, bfloat16 or float16"
+        )
+    return None

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch
+from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch, why_not_in_torch
 
 __all__ = ["CpuAttention"]
 
@@ -70,6 +70,7 @@ class Group:
     num_queries: int
     folded: bool
     gathered: torch.Tensor  # scratch of this group's blocks: [2 * KV, R * blocks, S * D], overwritten by each layer
+    converted: torch.Tensor  # the same in the dtype of the arithmetic, where the cache has another one
     keys: torch.Tensor  # views of it as the fused call wants them
     values: torch.Tensor
     block_ids: torch.Tensor  # [R * blocks]
@@ -96,23 +97,23 @@ class CpuAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self._padded_blocks = np.zeros(1, np.int64)
-        self._scratch = torch.empty(0, dtype=spec.dtype)
+        self._kv_dtype = spec.kv_format.dtype
+        self._scratch = torch.empty(0, dtype=self._kv_dtype)
+        self._converted = torch.empty(0, dtype=spec.dtype)
         self._heads_per_kv_head = spec.num_heads // spec.num_kv_heads
         self._block_bytes = self.bytes_per_block() // spec.num_layers
 
     @classmethod
     def why_not(cls, spec: AttentionSpec) -> str | None:
-        """Return why this backend cannot serve ``spec``: it needs a CPU and whole groups of query heads."""
+        """Return why this backend cannot serve ``spec``: it needs a CPU, and what :func:`why_not_in_torch` says."""
         if spec.device.type != "cpu":
             return f"it runs on a CPU, not on {spec.device.type}"
-        if spec.num_heads % spec.num_kv_heads:
-            return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} key/value heads"
-        return None
+        return why_not_in_torch(spec)
 
     def bytes_per_block(self) -> int:
         """Return the memory of one block over all layers."""
         spec = self.spec
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.block_size * spec.head_dim * spec.dtype.itemsize
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.block_size * spec.head_dim * self._kv_dtype.itemsize
 
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """Return one zeroed cache per layer, [2 * KV, N, S * D].
@@ -122,8 +123,8 @@ class CpuAttention(AttentionBackend):
         """
         spec = self.spec
         shape = (2 * spec.num_kv_heads, num_blocks, spec.block_size * spec.head_dim)
-        num_bytes = int(np.prod(shape)) * spec.dtype.itemsize
-        return [_lazy_zeros(num_bytes).view(spec.dtype).view(shape) for _ in range(spec.num_layers)]
+        num_bytes = int(np.prod(shape)) * self._kv_dtype.itemsize
+        return [_lazy_zeros(num_bytes).view(self._kv_dtype).view(shape) for _ in range(spec.num_layers)]
 
     def scrub(self, caches: list[torch.Tensor], block_ids: list[int]) -> None:
         """Make every number in these blocks finite; finite ones stay as they are."""
@@ -140,6 +141,7 @@ class CpuAttention(AttentionBackend):
         spec = self.spec
         num_kv_heads = spec.num_kv_heads
         by_slot = cache.view(2 * num_kv_heads, -1, spec.head_dim)  # [2 * KV, N * S, D]
+        key, value = key.to(self._kv_dtype), value.to(self._kv_dtype)
         by_slot[:num_kv_heads].index_copy_(1, plan.slots, key.transpose(0, 1))
         by_slot[num_kv_heads:].index_copy_(1, plan.slots, value.transpose(0, 1))
 
@@ -170,6 +172,8 @@ class CpuAttention(AttentionBackend):
         """
         kv_heads, per_kv, head_dim = self.spec.num_kv_heads, self._heads_per_kv_head, self.spec.head_dim
         torch.index_select(cache, 1, group.block_ids, out=group.gathered)
+        if group.converted is not group.gathered:
+            group.converted.copy_(group.gathered)
         tiles, queries = group.num_tiles, group.num_queries
         if queries == 1:
             query = query.view(tiles, kv_heads, per_kv, head_dim)
@@ -207,9 +211,9 @@ class CpuAttention(AttentionBackend):
     def _make_group(self, batch: FlatBatch, tiles: Tiles, window: int | None, queries: int, blocks: int) -> Group:
         spec, num_tiles = self.spec, len(tiles.row)
         kv_heads, num_tokens = spec.num_kv_heads, blocks * spec.block_size
-        gathered = self._take_scratch(num_tiles * blocks)
-        keys = gathered[:kv_heads].view(kv_heads, num_tiles, num_tokens, spec.head_dim)
-        values = gathered[kv_heads:].view(kv_heads, num_tiles, num_tokens, spec.head_dim)
+        gathered, converted = self._take_scratch(num_tiles * blocks)
+        keys = converted[:kv_heads].view(kv_heads, num_tiles, num_tokens, spec.head_dim)
+        values = converted[kv_heads:].view(kv_heads, num_tiles, num_tokens, spec.head_dim)
         folded = queries <= MAX_PADDED_QUERIES
         if folded:
             keys, values = keys.transpose(0, 1), values.transpose(0, 1)
@@ -229,6 +233,7 @@ class CpuAttention(AttentionBackend):
             queries,
             folded,
             gathered,
+            converted,
             keys,
             values,
             torch.from_numpy(block_ids),
@@ -238,13 +243,17 @@ class CpuAttention(AttentionBackend):
             kept,
         )
 
-    def _take_scratch(self, num_blocks: int) -> torch.Tensor:
+    def _take_scratch(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for blocks in the dtype of the cache and in that of the arithmetic; the same where they are."""
         spec = self.spec
         shape = (2 * spec.num_kv_heads, num_blocks, spec.block_size * spec.head_dim)
         size = shape[0] * shape[1] * shape[2]
         if size > self._scratch.numel():
-            self._scratch = torch.empty(size, dtype=spec.dtype)
-        return self._scratch[:size].view(shape)
+            self._scratch = torch.empty(size, dtype=self._kv_dtype)
+            same = self._kv_dtype == spec.dtype
+            self._converted = self._scratch if same else torch.empty(size, dtype=spec.dtype)
+        gathered = self._scratch[:size].view(shape)
+        return gathered, gathered if self._converted is self._scratch else self._converted[:size].view(shape)
 
     def _pad_blocks(self, num_blocks: Int64) -> Int64:
         """Return the padded number of blocks of each tile, from a table that grows with the longest context seen."""

@@ -24,7 +24,7 @@ NO_TOKENS = np.zeros(0, np.int64)
 
 
 class NativeAttention(AttentionBackend):
-    """Paged attention of the compiled library; keys and values in float32, keys of 16 tokens side by side."""
+    """Paged attention of the compiled library; keys of 16 tokens side by side, whatever their format."""
 
     name: ClassVar[str] = "native"
 
@@ -81,4 +81,6 @@ class NativeAttention(AttentionBackend):
 
 
 def _shape(spec: AttentionSpec) -> KvShape:
-    return KvShape(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=spec.block_size)
+    return KvShape(
+        num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=spec.block_size, format=spec.kv_format
+    )

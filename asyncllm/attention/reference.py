@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch
+from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch, why_not_in_torch
 
 __all__ = ["ReferenceAttention"]
 
@@ -25,24 +25,22 @@ class ReferenceAttention(AttentionBackend):
 
     @classmethod
     def why_not(cls, spec: AttentionSpec) -> str | None:
-        """Return why this backend cannot serve ``spec``: it needs whole groups of query heads."""
-        if spec.num_heads % spec.num_kv_heads:
-            return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} key/value heads"
-        return None
+        """Return why this backend cannot serve ``spec``: it needs whole groups of query heads and numbers of torch."""
+        return why_not_in_torch(spec)
 
     def bytes_per_block(self) -> int:
         """Return the memory of one block over all layers."""
         spec = self.spec
-        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.kv_format.dtype.itemsize
 
     def allocate(self, num_blocks: int) -> list[Cache]:
         """Return one zeroed pair of keys and values per layer."""
         spec = self.spec
-        shape = (num_blocks * spec.block_size, spec.num_kv_heads, spec.head_dim)
+        shape, dtype = (num_blocks * spec.block_size, spec.num_kv_heads, spec.head_dim), spec.kv_format.dtype
         return [
             (
-                torch.zeros(shape, dtype=spec.dtype, device=spec.device),
-                torch.zeros(shape, dtype=spec.dtype, device=spec.device),
+                torch.zeros(shape, dtype=dtype, device=spec.device),
+                torch.zeros(shape, dtype=dtype, device=spec.device),
             )
             for _ in range(spec.num_layers)
         ]

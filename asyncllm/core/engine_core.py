@@ -225,4 +225,5 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo) -> EngineInfo:
         pid=os.getpid(),
         phase_to_seconds=dict(found.phase_to_seconds),
         kernels=found.kernels,
+        kv_cache_dtype=found.kv_cache_dtype,
     )

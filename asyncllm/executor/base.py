@@ -43,6 +43,8 @@ class ExecutorInfo:
     attention_backend: str
     kernels: str = ""
     """Which operators the model runs on, with instruction set and threads."""
+    kv_cache_dtype: str = ""
+    """How keys and values are stored."""
     phase_to_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 

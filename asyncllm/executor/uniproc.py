@@ -59,6 +59,7 @@ class UniProcExecutor(Executor):
             dtype=str(worker.dtype).removeprefix("torch."),
             attention_backend=worker.attention_backend,
             kernels=worker.kernels,
+            kv_cache_dtype=worker.kv_cache_dtype,
             phase_to_seconds=phase_to_seconds,
         )
 

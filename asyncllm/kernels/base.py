@@ -50,6 +50,7 @@ class Format(IntEnum):
     Q4_K = 6
     Q5_K = 7
     Q6_K = 8
+    I8 = 32  # keys and values only: int8 with one float32 scale for each token and head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,9 +58,14 @@ class Format(IntEnum):
         return _FORMAT_TO_DTYPE.get(self, torch.uint8)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each number stands for itself: a dtype of torch."""
+        return self in _FORMAT_TO_DTYPE
+
+    @property
     def is_quantized(self) -> bool:
         """Whether rows are GGUF blocks."""
-        return self >= Format.Q8_0
+        return Format.Q8_0 <= self < Format.I8
 
     @property
     def block_bytes(self) -> int:

@@ -167,9 +167,7 @@ class NativeKernels(Kernels):
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def why_not_kv(self, shape: KvShape) -> str | None:
-        """Return why a cache of this shape is not possible: blocks are of whole groups of 16 tokens."""
-        if shape.block_size % 16:
-            return f"block_size is {shape.block_size}; the native kernels need a multiple of 16"
+        """Return why a cache of this shape is not possible, ``None`` if it is."""
         if shape.format.is_quantized:
             return f"keys and values cannot be stored as {shape.format.name}"
         return None

@@ -119,7 +119,7 @@ class TorchKernels(Kernels):
 
     def why_not_kv(self, shape: KvShape) -> str | None:
         """Return why a cache of this shape is not possible, ``None`` if it is."""
-        return f"keys and values cannot be stored as {shape.format.name}" if shape.format.is_quantized else None
+        return None if shape.format.is_plain else f"torch stores no keys and values as {shape.format.name}"
 
     def kv_block_bytes(self, shape: KvShape) -> int:
         """Return the bytes of one block of one layer."""

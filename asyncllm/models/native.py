@@ -51,9 +51,9 @@ class NativeModel:
     :raises UnsupportedModelError: see :func:`describe`.
     """
 
-    def __init__(self, model: CausalLM, kernels: Kernels, *, block_size: int) -> None:
+    def __init__(self, model: CausalLM, kernels: Kernels, *, block_size: int, kv_format: Format = Format.F32) -> None:
         self._kernels = kernels
-        self._spec = describe(model, block_size=block_size)
+        self._spec = describe(model, block_size=block_size, kv_format=kv_format)
         self._decoder = kernels.make_decoder(self._spec)
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:

@@ -160,6 +160,7 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     pid: int
     phase_to_seconds: dict[str, float] = {}
     kernels: str = ""  # which operators the model runs on, with instruction set and threads
+    kv_cache_dtype: str = ""  # how keys and values are stored
 
 
 class StartupProgress(msgspec.Struct, array_like=True, tag=1):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from asyncllm import platforms
-from asyncllm.attention.base import AttentionBackend, AttentionSpec, KVCache
+from asyncllm.attention.base import NAME_TO_KV_FORMAT, AttentionBackend, AttentionSpec, KVCache
 from asyncllm.attention.native import NativeAttention
 from asyncllm.attention.selector import choose_backend
 from asyncllm.checkpoint import open_checkpoint
@@ -78,6 +78,12 @@ class Worker:
         return self._kernels.description if self._kernels is not None else "torch"
 
     @property
+    def kv_cache_dtype(self) -> str:
+        """Return how keys and values are stored."""
+        stored_as = self._ready(self._backend).spec.kv_format
+        return next(name for name, known in NAME_TO_KV_FORMAT.items() if known is stored_as)
+
+    @property
     def bytes_per_block(self) -> int:
         """Return the memory of one KV block over all layers."""
         return self._ready(self._backend).bytes_per_block()
@@ -127,11 +133,12 @@ class Worker:
             dtype=self.dtype,
             device=self.device,
             kernels=kernels,
+            kv_cache_dtype=self.config.cache.kv_cache_dtype,
         )
         self._backend = choose_backend(self.config.device.attention_backend, spec, self.platform.attention_backends)
         self._model = model
         if kernels is not None and isinstance(self._backend, NativeAttention):
-            self._model = NativeModel(model, kernels, block_size=spec.block_size)
+            self._model = NativeModel(model, kernels, block_size=spec.block_size, kv_format=spec.kv_format)
 
     def _make_kernels(self, num_threads: int) -> Kernels | None:
         """Return the compiled CPU kernels where they are there and wanted; say loudly where they are not there.

@@ -19,6 +19,7 @@ from asyncllm import LLM, AsyncLLM, Completion, FinishReason, SamplingParams
 from asyncllm.core.block_hash import hash_block
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import PromptTooLongError, RequestError
+from asyncllm.kernels import library
 from tests.support import models
 
 NUM_TOKENS = 24
@@ -100,6 +101,32 @@ def test_r48_r66_r70_tokens_do_not_depend_on_the_configuration(
         stats = llm.stats()
         assert (stats.num_preemptions > 0) == (options["num_blocks"] < 40)
         assert (stats.prefix_hits > 0) == options.get("enable_prefix_caching", True)
+
+
+STORED_KV = {
+    "as it comes": ROOMY,
+    "no prefix cache": {**ROOMY, "enable_prefix_caching": False},
+    "chunks of 7": {**ROOMY, "max_num_batched_tokens": 7},
+    "forced preemption": {"num_blocks": 9},
+    "two threads": {**ROOMY, "num_threads": 2},
+}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float16", "int8"])
+def test_r66_keys_and_values_of_any_dtype_change_nothing_but_their_own_rounding(
+    kv_cache_dtype: str, tiny_llama: Path
+) -> None:
+    """Drawn tokens, which tell one logit from the next better than greedy ones."""
+    alone = {**ROOMY, "max_num_seqs": 1, "enable_prefix_caching": False, "kv_cache_dtype": kv_cache_dtype}
+    if library.available().isa is None:
+        pytest.skip("needs the compiled kernels")
+    with started(tiny_llama, **alone) as llm:
+        assert llm.info.kv_cache_dtype == kv_cache_dtype
+        expected = tokens(llm.generate(prompts(), DRAWN))
+    for name, options in STORED_KV.items():
+        with started(tiny_llama, **options, kv_cache_dtype=kv_cache_dtype) as llm:
+            for _ in range(2):
+                assert tokens(llm.generate(prompts(), DRAWN)) == expected, name
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,13 @@ from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch
 
 
 def make_spec(
-    *, heads: int = 2, kv_heads: int = 1, head_dim: int = 8, block_size: int = 4, dtype: torch.dtype = torch.float32
+    *,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 8,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    kv_cache_dtype: str = "auto",
 ) -> AttentionSpec:
     return AttentionSpec(
         num_layers=1,
@@ -22,6 +28,7 @@ def make_spec(
         block_size=block_size,
         dtype=dtype,
         device=torch.device("cpu"),
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

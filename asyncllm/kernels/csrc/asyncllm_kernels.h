@@ -34,6 +34,7 @@ enum allm_format {
     ALLM_Q4_K = 6,  // GGUF: 256 nibbles, 8 scales and 8 minima of 6 bits, an fp16 factor for each
     ALLM_Q5_K = 7,  // GGUF: the same with 5 bits
     ALLM_Q6_K = 8,  // GGUF: 256 numbers of 6 bits, 16 int8 scales, their fp16 factor
+    ALLM_KV_I8 = 32,  // keys and values only: int8 with an fp32 scale for each token and head
 };
 
 enum allm_activation { ALLM_NONE = 0, ALLM_RELU = 1, ALLM_SILU = 2, ALLM_GELU_TANH = 3, ALLM_GELU = 4 };
@@ -109,17 +110,19 @@ ALLM_API int32_t allm_activate(allm_pool* pool, int32_t activation, const float*
 
 // ---- rotary positions and the KV cache (rotary.cpp) --------------------------------------------------------------
 
-// Block b of a layer's cache holds, for each KV head, the keys as [S / 16][D][16] and then the values as [S][Dv], where
-// Dv is D rounded up to 16: sixteen tokens' keys lie side by side, so that scores need no horizontal sums.
+// Block b of a layer's cache holds, for each KV head, ceil(S / 16) groups of keys and then as many groups of values. A group
+// is 16 tokens: keys as [D][16], so that scores need no horizontal sums, values as [16][Dv], where Dv is D rounded up to 16.
+// With ALLM_KV_I8 each group begins with the 16 fp32 scales of its tokens (greatest magnitude / 127). A head takes whole cache
+// lines. Where S is not a multiple of 16 the rest of a block's last group is a hole: memory that no token uses.
 typedef struct allm_kv_cache {
     void* blocks;
-    int32_t format;      // ALLM_F32, ALLM_BF16 or ALLM_F16
-    int32_t block_size;  // a multiple of 16
+    int32_t format;      // ALLM_F32, ALLM_BF16, ALLM_F16 or ALLM_KV_I8
+    int32_t block_size;
     int32_t num_kv_heads;
     int32_t head_dim;
 } allm_kv_cache;
 
-ALLM_API int64_t allm_kv_block_bytes(const allm_kv_cache* cache);  // negative: block size or format not supported
+ALLM_API int64_t allm_kv_block_bytes(const allm_kv_cache* cache);  // negative: a size or the format is not supported
 
 typedef struct allm_rotary {
     const float* cos;  // [max_position, dim / 2]

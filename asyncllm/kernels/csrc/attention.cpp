@@ -9,24 +9,22 @@
 //   the row     merges its chunks one after the other, from the first
 //
 // Tokens outside of a row's range get weight 0, which changes no bit; so rows of different ranges can share a tile, and a
-// chunk may begin at any group of 16 tokens.
+// chunk may begin at any group of 16 tokens. Where blocks are no multiples of 16 tokens, the holes at their ends count as
+// positions that nobody sees.
 //
 // Work is cut into tiles (row of the batch, KV head, up to TILE_ROWS rows = tokens x heads of the group) and, where that
-// leaves threads idle, into chunks whose partial results are merged afterwards: the same merge in the same order.
+// leaves threads idle, into chunks whose partial results are merged afterwards: the same merge in the same order. A tile
+// passes a chunk piece by piece (attention_kernels.h), all its blocks of rows over one piece.
 #include <stdlib.h>
 
-#include "kv.h"
+#include "attention_kernels.h"
 #include "threads.h"
 
 namespace allm {
 namespace {
 
-constexpr int CHUNK = 256;
-constexpr int GROUPS = CHUNK / GROUP;
-constexpr int TILE_ROWS = 64;
-constexpr int AHEAD = 4;  // groups to prefetch ahead: keys and values come from memory in long decodes
-constexpr int ROWS = NUM_REGISTERS == 32 ? 6 : W == 8 ? 6 : 3;  // rows of a micro-kernel
-constexpr int SCORE_SUMS = NUM_REGISTERS == 32 ? 24 : 12;       // accumulators of the score micro-kernel
+constexpr int TILE_ROWS = 96;
+constexpr int64_t PIECE_BYTES = 16384;  // of a piece that several blocks of rows read: half of a small first cache
 
 struct Problem {
     KvLayout layout;
@@ -38,7 +36,7 @@ struct Problem {
     int64_t window;
     float* out;
     int64_t out_stride;
-    const void* blocks;
+    const uint8_t* blocks;
 };
 
 // A tile of rows: tokens [first, first + count) of batch row `seq`, all heads of one KV head.
@@ -55,232 +53,30 @@ struct Task {
     int32_t first_chunk, last_chunk;
 };
 
-// One row's state: the greatest score, the sum of the weights, and sum_t weight_t * value_t in `values`.
-struct RowState {
-    float top, total;
-};
-constexpr float EMPTY = -INFINITY;
-
-struct Range {
-    int64_t begin, end;
-};
-
-// Which tokens the query at this position sees.
+// Which places (positions, with the holes before them) the query at this position sees.
 ALLM_INLINE Range visible(const Problem& problem, int64_t position) {
-    int64_t end = position + 1;
-    return {problem.window > 0 ? larger<int64_t>(0, end - problem.window) : 0, end};
-}
-ALLM_INLINE Range intersect(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
-
-// ---- micro-kernels -----------------------------------------------------------------------------------------------
-
-// scores[r][n * 16 + lane] = query[r] . key of that token, for N groups of 16 tokens whose keys are at keys[n]; what is
-// used AHEAD groups later is prefetched
-template <class Kv, int R, int N>
-ALLM_NOINLINE void score(const float* query, int64_t query_stride, const typename Kv::Element* const* keys, float* scores,
-                         int64_t dim) {
-    vf sum[R][N * PARTS];
-    unroll<R>([&](auto r) ALLM_LAMBDA_INLINE { unroll<N * PARTS>([&](auto j) ALLM_LAMBDA_INLINE { sum[r][j] = zero(); }); });
-    const typename Kv::Element* key[N];
-    const typename Kv::Element* ahead[N];
-    unroll<N>([&](auto n) ALLM_LAMBDA_INLINE { key[n] = keys[n], ahead[n] = keys[n + AHEAD]; });
-    for (int64_t i = 0; i < dim; i++) {
-        unroll<N>([&](auto n) ALLM_LAMBDA_INLINE {
-            __builtin_prefetch(ahead[n] + i * GROUP);
-            vf k[PARTS];
-            unroll<PARTS>([&](auto j) ALLM_LAMBDA_INLINE { k[j] = Kv::load(key[n] + i * GROUP + j * W); });
-            unroll<R>([&](auto r) ALLM_LAMBDA_INLINE {
-                vf q = broadcast(query[r * query_stride + i]);
-                unroll<PARTS>([&](auto j) ALLM_LAMBDA_INLINE { sum[r][n * PARTS + j] = fma(q, k[j], sum[r][n * PARTS + j]); });
-            });
-            forget_memory();
-        });
-    }
-    unroll<R>([&](auto r) ALLM_LAMBDA_INLINE {
-        unroll<N * PARTS>([&](auto j) ALLM_LAMBDA_INLINE { store(scores + r * CHUNK + j * W, sum[r][j]); });
-    });
+    int64_t first = problem.window > 0 ? larger<int64_t>(0, position + 1 - problem.window) : 0;
+    return {problem.layout.place(first), problem.layout.place(position) + 1};
 }
 
-// values[r][0 … N * W) = sum over `count` tokens of weights[r][t] * value[t]; group g of 16 tokens is at groups[g] + column
-template <class Kv, int R, int N>
-ALLM_NOINLINE void weigh(const float* weights, const typename Kv::Element* const* groups, int64_t column,
-                         int64_t value_stride, int64_t count, float* values) {
-    vf sum[R][N];
-    auto for_each_sum = [&](auto&& body) ALLM_LAMBDA_INLINE {
-        unroll<R>([&](auto r) ALLM_LAMBDA_INLINE { unroll<N>([&](auto j) ALLM_LAMBDA_INLINE { body(r, j); }); });
-    };
-    for_each_sum([&](auto r, auto j) ALLM_LAMBDA_INLINE { sum[r][j] = zero(); });
-    for (; count > 0; count -= GROUP, groups++, weights += GROUP) {
-        const typename Kv::Element* value = groups[0] + column;
-        const typename Kv::Element* ahead = groups[AHEAD] + column;
-        const int64_t tokens = smaller<int64_t>(GROUP, count);
-#pragma GCC unroll 1
-        for (int64_t t = 0; t < tokens; t++) {
-            vf v[N];
-            unroll<N>([&](auto j) ALLM_LAMBDA_INLINE {
-                v[j] = Kv::load(value + t * value_stride + j * W);
-                __builtin_prefetch(ahead + t * value_stride + j * W);
-            });
-            unroll<R>([&](auto r) ALLM_LAMBDA_INLINE {
-                vf p = broadcast(weights[r * CHUNK + t]);
-                unroll<N>([&](auto j) ALLM_LAMBDA_INLINE { sum[r][j] = fma(p, v[j], sum[r][j]); });
-            });
-        }
-    }
-    for_each_sum([&](auto r, auto j) ALLM_LAMBDA_INLINE { store(values + r * value_stride + column + j * W, sum[r][j]); });
-}
+// ---- one chunk of a tile -----------------------------------------------------------------------------------------
 
-// scores[0 … CHUNK) -> weights exp(score - top); returns top and their sum. Only [inside.begin, inside.end) counts; groups
-// outside of [begin, end) are not touched.
-RowState soften(float* scores, Range groups, Range inside) {
-    Lanes top = lanes(EMPTY), total = lanes(0.0f);
-    for (int64_t i = groups.begin; i < groups.end; i += GROUP) {
-        bool partial = i < inside.begin || i + GROUP > inside.end;
-        for (int part = 0; part < PARTS; part++) {
-            float* at = scores + i + part * W;
-            vf s = load(at);
-            if (partial) {
-                vi token = lane_index() + (int32_t)(i + part * W);
-                s = where((token >= (int32_t)inside.begin) & (token < (int32_t)inside.end), s, broadcast(EMPTY));
-                store(at, s);
-            }
-            top.part[part] = max(top.part[part], s);
-        }
-    }
-    vf greatest = broadcast(max(top));
-    for (int64_t i = groups.begin; i < groups.end; i += GROUP) {
-        for (int part = 0; part < PARTS; part++) {
-            float* at = scores + i + part * W;
-            vf s = load(at), weight = exp(s - greatest);
-            weight = where(s == broadcast(EMPTY), zero(), weight);
-            store(at, weight);
-            total.part[part] += weight;
-        }
-    }
-    return {greatest[0], sum(total)};
-}
-
-// ---- one chunk of some rows --------------------------------------------------------------------------------------
-
-// Up to ROWS rows of a tile: their queries, what each sees, and where a chunk's results go.
-struct Rows {
+// Some rows of a tile, for one micro-kernel.
+struct RowBlock {
+    int64_t first;
     int count;
-    const float* query;  // [count][dim], scaled
-    const Range* visible;
+    Range tokens;  // of the current chunk: what at least one row sees; begin >= end: nothing
 };
 
-struct ChunkScratch {
-    float scores[ROWS * CHUNK];
+ALLM_INLINE Range groups_of(Range tokens) { return {tokens.begin / GROUP, ceil_div(tokens.end, GROUP)}; }
+
+// Row r of a tile is token r / group, head r % group of the KV head's query heads.
+struct Rows {
+    int64_t count, num_blocks;
+    RowBlock* blocks;
+    Range* visible;  // [count]
+    float* query;    // [count][dim], scaled
 };
-
-template <class Kv, int R>
-void score_groups(const Rows& rows, const typename Kv::Element* const* keys, int64_t count, float* scores, int64_t dim) {
-    constexpr int N = SCORE_SUMS / (R * PARTS) > 4 ? 4 : larger(1, SCORE_SUMS / (R * PARTS));
-    int64_t g = 0;
-    for (; g + N <= count; g += N) score<Kv, R, N>(rows.query, dim, keys + g, scores + g * GROUP, dim);
-    for (; g < count; g++) score<Kv, R, 1>(rows.query, dim, keys + g, scores + g * GROUP, dim);
-}
-
-template <class Kv, int R>
-void weigh_groups(const float* weights, const typename Kv::Element* const* groups, int64_t value_stride, int64_t count,
-                  float* values) {
-    constexpr int N = R * 4 + 5 <= NUM_REGISTERS ? 4 : R * 2 + 3 <= NUM_REGISTERS ? 2 : 1;  // sums, values, one weight
-    int64_t j = 0;
-    for (; j + N * W <= value_stride; j += N * W) weigh<Kv, R, N>(weights, groups, j, value_stride, count, values);
-    for (; j < value_stride; j += W) weigh<Kv, R, 1>(weights, groups, j, value_stride, count, values);
-}
-
-// Where a chunk's groups lie, in the order of their use: `count` groups of keys, as many of values, and what comes after
-// them: the keys of the next chunk, or the last values once more.
-template <class Kv>
-struct Uses {
-    const typename Kv::Element* groups[2 * GROUPS + AHEAD];
-
-    Uses(const Problem& problem, const Tile& tile, int64_t origin, int64_t first, int64_t count) {
-        const KvLayout& layout = problem.layout;
-        const int32_t* table = problem.batch->block_table + tile.seq * problem.batch->block_table_stride;
-        const auto* blocks = (const typename Kv::Element*)problem.blocks;
-        const int64_t next = origin + CHUNK, end = tile.last_chunk * (int64_t)CHUNK, length = problem.batch->seq_lens[tile.seq];
-        for (int64_t g = 0; g < count; g++) {
-            int64_t token = origin + (first + g) * GROUP, offset = token % layout.block_size;
-            const auto* head = blocks + layout.head(table[token / layout.block_size], tile.kv_head);
-            groups[g] = head + layout.key(offset);
-            groups[count + g] = head + layout.value(offset);
-        }
-        for (int64_t g = 0; g < AHEAD; g++) {
-            int64_t token = next + g * GROUP;
-            bool there = token < smaller(end, length);
-            groups[2 * count + g] = !there ? groups[2 * count - 1]
-                                           : blocks + layout.head(table[token / layout.block_size], tile.kv_head) +
-                                                 layout.key(token % layout.block_size);
-        }
-    }
-};
-
-// The partial results of R rows over one chunk: states[r], values[r][value_stride].
-template <class Kv, int R>
-void attend_chunk(const Problem& problem, const Tile& tile, const Rows& rows, int64_t chunk, ChunkScratch* scratch,
-                  RowState* states, float* values) {
-    const KvLayout& layout = problem.layout;
-    const int64_t origin = chunk * CHUNK, dim = layout.head_dim;
-    Range all{CHUNK, 0};  // relative to the chunk
-    for (int r = 0; r < R; r++) {
-        Range row = intersect({rows.visible[r].begin - origin, rows.visible[r].end - origin}, {0, CHUNK});
-        if (row.begin < row.end) all = {smaller(all.begin, row.begin), larger(all.end, row.end)};
-    }
-    for (int r = 0; r < R; r++) states[r] = {EMPTY, 0.0f};
-    if (all.begin >= all.end) return;
-
-    const int64_t first = all.begin / GROUP, count = ceil_div(all.end, GROUP) - first;
-    Uses<Kv> uses(problem, tile, origin, first, count);
-    score_groups<Kv, R>(rows, uses.groups, count, scratch->scores + first * GROUP, dim);
-    for (int r = 0; r < R; r++) {
-        Range inside{rows.visible[r].begin - origin, rows.visible[r].end - origin};
-        float* scores = scratch->scores + r * CHUNK;
-        if (inside.begin < CHUNK && inside.end > 0) states[r] = soften(scores, {first * GROUP, (first + count) * GROUP}, inside);
-        else memset(scores + first * GROUP, 0, sizeof(float) * count * GROUP);
-    }
-    // Not a token past the last: nothing has been written there.
-    weigh_groups<Kv, R>(scratch->scores + first * GROUP, uses.groups + count, layout.value_stride, all.end - first * GROUP,
-                        values);
-}
-
-template <class Kv>
-void attend_rows(const Problem& problem, const Tile& tile, const Rows& rows, int64_t chunk, ChunkScratch* scratch,
-                 RowState* states, float* values) {
-    auto with = [&](auto r) { attend_chunk<Kv, decltype(r)::value>(problem, tile, rows, chunk, scratch, states, values); };
-    switch (rows.count) {
-        case 1: return with(std::integral_constant<int, 1>{});
-        case 2: return with(std::integral_constant<int, 2>{});
-        case 3: return with(std::integral_constant<int, 3>{});
-#if defined(ALLM_AVX512) || defined(ALLM_AVX2) || defined(__aarch64__)
-        case 4: return with(std::integral_constant<int, 4>{});
-        case 5: return with(std::integral_constant<int, 5>{});
-        case 6: return with(std::integral_constant<int, 6>{});
-#endif
-    }
-}
-
-// The one way in which chunks come together: `state` and `values` hold the chunks before, `next` is the chunk after them.
-void merge(RowState& state, float* values, RowState next, const float* next_values, int64_t n) {
-    if (next.top == EMPTY && next.total == 0.0f) return;
-    if (state.top == EMPTY && state.total == 0.0f) {
-        state = next;
-        memcpy(values, next_values, sizeof(float) * n);
-        return;
-    }
-    float top = larger(state.top, next.top), old = exp(state.top - top), fresh = exp(next.top - top);
-    state = {top, fma(next.total, fresh, state.total * old)};
-    for (int64_t i = 0; i < n; i += W)
-        store(values + i, fma(load(next_values + i), broadcast(fresh), load(values + i) * broadcast(old)));
-}
-
-void finish(const Problem& problem, int64_t token, int64_t head, const RowState& state, const float* values) {
-    float* out = problem.out + token * problem.out_stride + head * problem.layout.head_dim;
-    for (int64_t i = 0; i < problem.layout.head_dim; i++) out[i] = values[i] / state.total;
-}
-
-// ---- tasks -------------------------------------------------------------------------------------------------------
 
 // Results of one tile, or of one chunk of it: [rows] states, then [rows][value_stride] values.
 struct Results {
@@ -293,81 +89,212 @@ Results results_at(float* memory, int64_t rows) { return {(RowState*)memory, mem
 
 int64_t rows_of(const Problem& problem, const Tile& tile) { return tile.count * problem.group; }
 
-// Scratch of a thread, in floats: scaled queries, the tile's results, one chunk's results of ROWS rows.
-struct TaskScratch {
-    ChunkScratch* chunk;
-    Range* visible;
-    float *query, *results, *chunk_results;
+// Scratch of a thread.
+struct Scratch {
+    Rows rows;
+    float *scores, *results, *chunk_results;
+    size_t bytes;
 
     static int64_t max_rows(const Problem& problem) { return larger<int64_t>(TILE_ROWS, problem.group); }
-    static size_t bytes(const Problem& problem) {
-        int64_t rows = max_rows(problem);
-        return sizeof(ChunkScratch) + sizeof(Range) * rows +
-               sizeof(float) * (rows * problem.layout.head_dim + results_floats(problem, rows) + results_floats(problem, ROWS));
-    }
-    TaskScratch(uint8_t* memory, const Problem& problem) {
-        int64_t rows = max_rows(problem);
-        chunk = (ChunkScratch*)memory;
-        visible = (Range*)(memory + sizeof(ChunkScratch));
-        results = (float*)(visible + rows);
-        chunk_results = results + results_floats(problem, rows);
-        query = chunk_results + results_floats(problem, ROWS);
+    Scratch(uint8_t* memory, const Problem& problem) : bytes(0) {
+        const int64_t most = max_rows(problem);
+        auto take = [&](auto*& place, int64_t count) {
+            place = (decltype(+place))((uintptr_t)memory + bytes);
+            bytes += round_up(count * (int64_t)sizeof(*place), CACHE_LINE_BYTES);
+        };
+        take(scores, most * CHUNK);
+        take(results, results_floats(problem, most));
+        take(chunk_results, results_floats(problem, most));
+        take(rows.query, most * problem.layout.head_dim);
+        take(rows.visible, most);
+        take(rows.blocks, most);
     }
 };
 
-// Row r of a tile is token r / group, head r % group of the KV head's query heads.
-void gather_queries(const Problem& problem, const Tile& tile, TaskScratch& scratch) {
-    const int64_t dim = problem.layout.head_dim;
+// Groups of a piece: several blocks of rows, or several passes over its columns, find it in the first cache again.
+int64_t piece_groups(const Problem& problem, const Rows& rows) {
+    if (rows.num_blocks == 1) return problem.layout.value_stride <= 4 * W ? GROUPS : PIECE;
+    return smaller<int64_t>(PIECE, larger<int64_t>(SCORE_SUMS / (ROWS * PARTS) / 2, PIECE_BYTES / problem.layout.value_bytes));
+}
+
+Uses uses_of(const Problem& problem, const Tile& tile, int64_t chunk, Range tokens) {
+    const KvLayout& layout = problem.layout;
+    const int32_t* table = problem.batch->block_table + tile.seq * problem.batch->block_table_stride;
+    const int64_t end = layout.place(problem.batch->seq_lens[tile.seq] - 1) + 1, per_block = layout.padded_block;
+    Uses uses;
+    uses.first = tokens.begin / GROUP, uses.count = ceil_div(tokens.end, GROUP) - uses.first;
+    for (int64_t g = 0; g < uses.count; g++) {
+        int64_t place = chunk * CHUNK + (uses.first + g) * GROUP, in_block = place % per_block;
+        int32_t block = table[place / per_block];
+        uses.at[g] = problem.blocks + layout.keys(block, tile.kv_head, in_block / GROUP);
+        uses.at[uses.count + g] = problem.blocks + layout.values(block, tile.kv_head, in_block / GROUP);
+        uses.filled[g] = (int32_t)smaller<int64_t>(GROUP, layout.block_size - in_block);
+    }
+    for (int64_t g = 0; g < GROUPS; g++) {  // the keys of the next chunk, or something that is there
+        int64_t place = (chunk + 1) * CHUNK + g * GROUP;
+        bool there = place < smaller(end, tile.last_chunk * (int64_t)CHUNK);
+        uses.at[2 * uses.count + g] = !there ? uses.at[2 * uses.count - 1]
+                                             : problem.blocks + layout.keys(table[place / per_block], tile.kv_head,
+                                                                            place % per_block / GROUP);
+    }
+    return uses;
+}
+
+// Which tokens of a chunk the blocks of rows see; returns the same for all of them together.
+Range see_chunk(const Rows& rows, int64_t chunk) {
+    const int64_t origin = chunk * CHUNK;
+    Range all{CHUNK, 0};
+    for (int64_t b = 0; b < rows.num_blocks; b++) {
+        RowBlock& block = rows.blocks[b];  // positions grow from row to row
+        Range seen{rows.visible[block.first].begin - origin, rows.visible[block.first + block.count - 1].end - origin};
+        block.tokens = intersect(seen, {0, CHUNK});
+        if (block.tokens.begin < block.tokens.end)
+            all = {smaller(all.begin, block.tokens.begin), larger(all.end, block.tokens.end)};
+    }
+    return all;
+}
+
+// A pass over a chunk's keys or values, piece by piece: body(block of rows, its groups of the chunk, their addresses, what to
+// prefetch).
+template <class Body>
+void for_each_piece(const Problem& problem, const Rows& rows, const Uses& uses, const uint8_t* const* groups, int64_t distance,
+                    Body&& body) {
+    const int64_t size = piece_groups(problem, rows);
+    for (int64_t from = 0; from < uses.count; from += size) {
+        const Range piece{uses.first + from, uses.first + smaller(from + size, uses.count)};
+        for (int64_t b = 0; b < rows.num_blocks; b++) {
+            const RowBlock& block = rows.blocks[b];
+            const Range mine = intersect(groups_of(block.tokens), piece);
+            if (mine.begin >= mine.end) continue;
+            const uint8_t* const* at = groups + (mine.begin - uses.first);
+            body(block, mine, at, b ? at : at + distance);  // the first block of rows fetches for all
+        }
+    }
+}
+
+// Scores of a block of rows -> their weights and states.
+template <class Kv>
+void soften_block(const Rows& rows, const RowBlock& block, int64_t origin, const Uses& uses, float* scores, RowState* states) {
+    const Range groups = groups_of(block.tokens);
+    auto sight = [&](int64_t r) {
+        return Sight{groups, {rows.visible[r].begin - origin, rows.visible[r].end - origin}, uses};
+    };
+    const int64_t end = block.first + block.count;
+    for (int64_t r = block.first; r < end; r++) states[r].top = finish_scores<Kv>(scores + r * CHUNK, sight(r));
+    for (int64_t r = block.first; r < end; r++)
+        states[r].total = soften<Kv>(scores + r * CHUNK, states[r].top, sight(r));
+}
+
+// The partial results of a tile's rows over one chunk.
+template <class Kv>
+void attend_chunk(const Problem& problem, const Tile& tile, const Scratch& scratch, int64_t chunk, Results to) {
+    const Rows& rows = scratch.rows;
+    const int64_t dim = problem.layout.head_dim, width = problem.layout.value_stride, origin = chunk * CHUNK;
+    for (int64_t r = 0; r < rows.count; r++) to.states[r] = {EMPTY, 0.0f};
+    memset(to.values, 0, sizeof(float) * rows.count * width);
+    const Range all = see_chunk(rows, chunk);
+    if (all.begin >= all.end) return;
+    const Uses uses = uses_of(problem, tile, chunk, all);
+    if constexpr (Kv::SCALED)
+        for (int64_t g = 0; g < uses.count; g++) __builtin_prefetch(scales_of(uses.values()[g]));
+
+    const int64_t distance = smaller<int64_t>(AHEAD<Kv>, uses.count);
+    auto score_block = [&](const RowBlock& block, Range groups, auto at, auto ahead) {
+        float* scores = scratch.scores + block.first * CHUNK + groups.begin * GROUP;
+        with_rows(block.count, [&](auto r) {
+            score_groups<Kv, decltype(r)::value>(rows.query + block.first * dim, dim, at, ahead, groups.end - groups.begin,
+                                                 scores);
+        });
+    };
+    for_each_piece(problem, rows, uses, uses.keys(), distance, score_block);
+
+    for (int64_t b = 0; b < rows.num_blocks; b++)
+        if (rows.blocks[b].tokens.begin < rows.blocks[b].tokens.end)
+            soften_block<Kv>(rows, rows.blocks[b], origin, uses, scratch.scores, to.states);
+
+    auto weigh_block = [&](const RowBlock& block, Range groups, auto at, auto ahead) {
+        const float* weights = scratch.scores + block.first * CHUNK + groups.begin * GROUP;
+        // Not a token past the last: nothing has been written there.
+        int64_t tokens = smaller(groups.end * GROUP, block.tokens.end) - groups.begin * GROUP;
+        with_rows(block.count, [&](auto r) {
+            weigh_groups<Kv, decltype(r)::value>(weights, at, ahead, width, tokens, to.values + block.first * width);
+        });
+    };
+    for_each_piece(problem, rows, uses, uses.values(), distance, weigh_block);
+}
+
+// The one way in which chunks come together: `state` and `values` hold the chunks before, `next` is the chunk after them.
+void merge(RowState& state, float* values, RowState next, const float* next_values, int64_t n) {
+    if (next.top == EMPTY && next.total == 0.0f) return;
+    if (state.top == EMPTY && state.total == 0.0f) {
+        state = next;
+        memcpy(values, next_values, sizeof(float) * n);
+        return;
+    }
+    const float top = larger(state.top, next.top);
+    const vf factors = exp(where(lane_index() == 0, broadcast(state.top - top), broadcast(next.top - top)));
+    const float old = factors[0], fresh = factors[1];
+    state = {top, fma(next.total, fresh, state.total * old)};
+    for (int64_t i = 0; i < n; i += W)
+        store(values + i, fma(load(next_values + i), broadcast(fresh), load(values + i) * broadcast(old)));
+}
+
+void finish(const Problem& problem, const Tile& tile, int64_t row, const RowState& state, const float* values) {
+    const int64_t dim = problem.layout.head_dim, head = tile.kv_head * problem.group + row % problem.group;
+    float* out = problem.out + (tile.first + row / problem.group) * problem.out_stride + head * dim;
+    for (int64_t i = 0; i < dim; i++) out[i] = values[i] / state.total;
+}
+
+// ---- tasks -------------------------------------------------------------------------------------------------------
+
+// Cut a tile's rows into blocks of nearly equal size and gather their queries.
+void gather_rows(const Problem& problem, const Tile& tile, Rows& rows) {
+    const int64_t width = problem.group * problem.layout.head_dim;  // of a token's queries
+    rows.count = rows_of(problem, tile), rows.num_blocks = ceil_div(rows.count, ROWS);
+    for (int64_t b = 0, first = 0; b < rows.num_blocks; b++) {
+        rows.blocks[b] = {first, (int)((rows.count - first) / (rows.num_blocks - b)), {0, 0}};
+        first += rows.blocks[b].count;
+    }
     for (int64_t t = 0; t < tile.count; t++) {
-        const float* from = problem.query + (tile.first + t) * problem.query_stride + tile.kv_head * problem.group * dim;
-        float* to = scratch.query + t * problem.group * dim;
-        for (int64_t i = 0; i < problem.group * dim; i++) to[i] = from[i] * problem.scale;
-        for (int64_t h = 0; h < problem.group; h++)
-            scratch.visible[t * problem.group + h] = visible(problem, tile.position + t);
+        const float* from = problem.query + (tile.first + t) * problem.query_stride + tile.kv_head * width;
+        for (int64_t i = 0; i < width; i++) rows.query[t * width + i] = from[i] * problem.scale;
+        const Range seen = visible(problem, tile.position + t);
+        for (int64_t h = 0; h < problem.group; h++) rows.visible[t * problem.group + h] = seen;
     }
 }
 
 template <class Kv>
 void attend(const Problem& problem, const Tile& tile, const Task& task, float* partials, uint8_t* memory) {
-    TaskScratch scratch(memory, problem);
-    gather_queries(problem, tile, scratch);
-    const int64_t count = rows_of(problem, tile), dim = problem.layout.head_dim, width = problem.layout.value_stride;
-    Results whole = results_at(scratch.results, count), part = results_at(scratch.chunk_results, ROWS);
-    for (int64_t r = 0; r < count; r++) whole.states[r] = {EMPTY, 0.0f};
-    for (int64_t chunk = task.first_chunk; chunk < task.last_chunk; chunk++) {
-        if (partials) {
-            int64_t index = tile.partial + chunk - tile.first_chunk;
-            whole = results_at(partials + index * results_floats(problem, TaskScratch::max_rows(problem)), count);
-        }
-        for (int64_t r = 0; r < count; r += ROWS) {
-            Rows rows{(int)smaller<int64_t>(ROWS, count - r), scratch.query + r * dim, scratch.visible + r};
-            if (partials) {
-                attend_rows<Kv>(problem, tile, rows, chunk, scratch.chunk, whole.states + r, whole.values + r * width);
-                continue;
-            }
-            attend_rows<Kv>(problem, tile, rows, chunk, scratch.chunk, part.states, part.values);
-            for (int i = 0; i < rows.count; i++)
-                merge(whole.states[r + i], whole.values + (r + i) * width, part.states[i], part.values + i * width, width);
-        }
+    Scratch scratch(memory, problem);
+    gather_rows(problem, tile, scratch.rows);
+    const int64_t count = scratch.rows.count, width = problem.layout.value_stride;
+    if (partials) {
+        const int64_t stride = results_floats(problem, Scratch::max_rows(problem));
+        for (int64_t chunk = task.first_chunk; chunk < task.last_chunk; chunk++)
+            attend_chunk<Kv>(problem, tile, scratch, chunk,
+                             results_at(partials + (tile.partial + chunk - tile.first_chunk) * stride, count));
+        return;
     }
-    if (partials) return;
-    for (int64_t r = 0; r < count; r++)
-        finish(problem, tile.first + r / problem.group, tile.kv_head * problem.group + r % problem.group, whole.states[r],
-               whole.values + r * width);
+    const Results whole = results_at(scratch.results, count), part = results_at(scratch.chunk_results, count);
+    attend_chunk<Kv>(problem, tile, scratch, task.first_chunk, whole);
+    for (int64_t chunk = task.first_chunk + 1; chunk < task.last_chunk; chunk++) {
+        attend_chunk<Kv>(problem, tile, scratch, chunk, part);
+        for (int64_t r = 0; r < count; r++)
+            merge(whole.states[r], whole.values + r * width, part.states[r], part.values + r * width, width);
+    }
+    for (int64_t r = 0; r < count; r++) finish(problem, tile, r, whole.states[r], whole.values + r * width);
 }
 
 void merge_partials(const Problem& problem, const Tile& tile, float* partials) {
     const int64_t count = rows_of(problem, tile), width = problem.layout.value_stride;
-    const int64_t stride = results_floats(problem, TaskScratch::max_rows(problem));
+    const int64_t stride = results_floats(problem, Scratch::max_rows(problem));
     Results whole = results_at(partials + tile.partial * stride, count);
     for (int64_t c = 1; c < tile.last_chunk - tile.first_chunk; c++) {
         Results next = results_at(partials + (tile.partial + c) * stride, count);
         for (int64_t r = 0; r < count; r++)
             merge(whole.states[r], whole.values + r * width, next.states[r], next.values + r * width, width);
     }
-    for (int64_t r = 0; r < count; r++)
-        finish(problem, tile.first + r / problem.group, tile.kv_head * problem.group + r % problem.group, whole.states[r],
-               whole.values + r * width);
+    for (int64_t r = 0; r < count; r++) finish(problem, tile, r, whole.states[r], whole.values + r * width);
 }
 
 // ---- planning ----------------------------------------------------------------------------------------------------
@@ -402,7 +329,7 @@ void cut_into_tiles(const Problem& problem, List<Tile>& tiles) {
             int64_t first = larger(begin, last - per_tile);
             Tile tile{seq, 0, first, last - first, first + offset, 0, 0, -1};
             tile.first_chunk = (int32_t)(visible(problem, first + offset).begin / CHUNK);
-            tile.last_chunk = (int32_t)ceil_div(last + offset, CHUNK);
+            tile.last_chunk = (int32_t)ceil_div(visible(problem, last - 1 + offset).end, CHUNK);
             for (tile.kv_head = 0; tile.kv_head < problem.layout.num_kv_heads && !tiles.failed; tile.kv_head++) tiles.add(tile);
         }
     }
@@ -436,14 +363,14 @@ int32_t run(allm_pool* pool, const Problem& problem) {
     if (tiles.failed || tasks.failed) return ALLM_NO_MEMORY;
     float* partials = nullptr;
     if (num_partials) {
-        partials = (float*)malloc(sizeof(float) * num_partials * results_floats(problem, TaskScratch::max_rows(problem)));
+        partials = (float*)malloc(sizeof(float) * num_partials * results_floats(problem, Scratch::max_rows(problem)));
         if (!partials) return ALLM_NO_MEMORY;
     }
     auto task = [&](int64_t index, uint8_t* scratch) {
         const Tile& tile = tiles.items[tasks.items[index].tile];
         attend<Kv>(problem, tile, tasks.items[index], tile.partial < 0 ? nullptr : partials, scratch);
     };
-    int32_t status = parallel_for(pool, tasks.size, TaskScratch::bytes(problem), task);
+    int32_t status = parallel_for(pool, tasks.size, Scratch(nullptr, problem).bytes, task);
     auto merge_tile = [&](int64_t index, uint8_t*) {
         if (tiles.items[index].partial >= 0) merge_partials(problem, tiles.items[index], partials);
     };
@@ -462,7 +389,7 @@ int32_t allm_paged_attention(allm_pool* pool, const allm_kv_cache* cache, const 
                              int64_t out_stride) {
     if (!is_valid(*cache) || num_heads < 1 || num_heads % cache->num_kv_heads) return ALLM_BAD_ARGUMENT;
     Problem problem{KvLayout(*cache), batch, query, query_stride, num_heads / cache->num_kv_heads, scale, window, out,
-                    out_stride, cache->blocks};
+                    out_stride, (const uint8_t*)cache->blocks};
     int32_t status = ALLM_BAD_ARGUMENT;
     with_kv_format(cache->format, [&](auto format) { status = run<decltype(format)>(pool, problem); });
     return status;

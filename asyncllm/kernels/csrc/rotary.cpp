@@ -26,13 +26,31 @@ void prepare_heads(const allm_rotary* rotary, const allm_norm* norm, int64_t pos
     }
 }
 
+// to[i * stride] = from[i] in the cache's format
 template <class Kv>
-void write(const KvLayout& layout, typename Kv::Element* blocks, int64_t slot, const float* key, const float* value) {
-    int64_t block = slot / layout.block_size, offset = slot % layout.block_size, dim = layout.head_dim;
-    for (int64_t h = 0; h < layout.num_kv_heads; h++, key += dim, value += dim) {
-        auto* head = blocks + layout.head(block, h);
-        for (int64_t i = 0; i < dim; i++) head[layout.key(offset) + i * GROUP] = Kv::put(key[i]);
-        for (int64_t i = 0; i < dim; i++) head[layout.value(offset) + i] = Kv::put(value[i]);
+void put(const float* from, int64_t n, typename Kv::Element* to, int64_t stride, float* scale) {
+    if constexpr (Kv::SCALED) {
+        *scale = Kv::scale(from, n);
+        for (int64_t i = 0; i < n; i++) to[i * stride] = Kv::put(*scale == 0.0f ? 0.0f : from[i] / *scale);
+    } else {
+        for (int64_t i = 0; i < n; i++) to[i * stride] = Kv::put(from[i]);
+    }
+}
+
+template <class Kv>
+void get(const typename Kv::Element* from, int64_t stride, const float* scale, int64_t n, float* to) {
+    for (int64_t i = 0; i < n; i++) to[i] = Kv::get(from[i * stride]);
+    if constexpr (Kv::SCALED)
+        for (int64_t i = 0; i < n; i++) to[i] *= *scale;
+}
+
+template <class Kv>
+void write(const KvLayout& layout, void* blocks, int64_t slot, const float* key, const float* value) {
+    const int64_t dim = layout.head_dim;
+    for (int64_t h = 0; h < layout.num_kv_heads; h++) {
+        KvToken<Kv> to(layout, blocks, slot, h);
+        put<Kv>(key + h * dim, dim, to.key, GROUP, to.key_scale);
+        put<Kv>(value + h * dim, dim, to.value, 1, to.value_scale);
     }
 }
 
@@ -43,7 +61,7 @@ using namespace allm;
 
 int64_t allm_kv_block_bytes(const allm_kv_cache* cache) {
     if (!is_valid(*cache)) return ALLM_BAD_ARGUMENT;
-    return KvLayout(*cache).block_elements * (cache->format == ALLM_F32 ? 4 : 2);
+    return KvLayout(*cache).block_bytes;
 }
 
 int32_t allm_rotate_and_write(allm_pool* pool, const allm_kv_cache* cache, const allm_rotary* rotary,
@@ -61,7 +79,7 @@ int32_t allm_rotate_and_write(allm_pool* pool, const allm_kv_cache* cache, const
                 if (query) prepare_heads(rotary, query_norm, position, query + t * query_stride, num_heads, layout.head_dim);
                 prepare_heads(rotary, key_norm, position, key + t * key_stride, layout.num_kv_heads, layout.head_dim);
                 if (slots[t] < 0) continue;
-                write<Kv>(layout, (typename Kv::Element*)cache->blocks, slots[t], key + t * key_stride, value + t * value_stride);
+                write<Kv>(layout, cache->blocks, slots[t], key + t * key_stride, value + t * value_stride);
             }
         };
         status = parallel_rows(pool, num_tokens, 8, tokens);
@@ -74,15 +92,12 @@ int32_t allm_read_kv(const allm_kv_cache* cache, const int64_t* slots, int64_t c
     KvLayout layout(*cache);
     with_kv_format(cache->format, [&](auto format) {
         using Kv = decltype(format);
-        const auto* blocks = (const typename Kv::Element*)cache->blocks;
+        const int64_t dim = layout.head_dim;
         for (int64_t t = 0; t < count; t++) {
-            int64_t block = slots[t] / layout.block_size, offset = slots[t] % layout.block_size;
-            for (int64_t h = 0; h < layout.num_kv_heads; h++) {
-                const auto* head = blocks + layout.head(block, h);
-                for (int64_t i = 0; i < layout.head_dim; i++) {
-                    *key++ = Kv::get(head[layout.key(offset) + i * GROUP]);
-                    *value++ = Kv::get(head[layout.value(offset) + i]);
-                }
+            for (int64_t h = 0; h < layout.num_kv_heads; h++, key += dim, value += dim) {
+                KvToken<Kv> from(layout, cache->blocks, slots[t], h);
+                get<Kv>(from.key, GROUP, from.key_scale, dim, key);
+                get<Kv>(from.value, 1, from.value_scale, dim, value);
             }
         }
     });

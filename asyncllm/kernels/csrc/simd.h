@@ -56,6 +56,7 @@ constexpr int NUM_REGISTERS = 16;
 
 typedef float vf __attribute__((vector_size(4 * W), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * W), may_alias));
+typedef uint32_t vu __attribute__((vector_size(4 * W), may_alias));
 typedef float vf_unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 ALLM_INLINE vf load(const float* p) { return *(const vf_unaligned*)p; }
@@ -206,10 +207,8 @@ ALLM_INLINE void load_nibbles(const uint8_t* p, vf& low, vf& high) {
 
 // ---- exp ---------------------------------------------------------------------------------------------------------
 
-// e^x within about 1 ulp; below -87.3 it stays at the smallest normal number, above 88.3 at the largest. Cephes' expf.
-ALLM_INLINE vf exp(vf x) {
-    x = max(broadcast(-87.3f), x);  // this order keeps NaN
-    x = min(broadcast(88.3f), x);
+// e^x within about 1 ulp for -87.3 <= x <= 88.3 and for NaN; anything outside. Cephes' expf.
+ALLM_INLINE vf exp_inside(vf x) {
     // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum.
     const vf magic = broadcast(12582912.0f);
     vf shifted = fma(x, broadcast(1.44269504f), magic);
@@ -223,8 +222,12 @@ ALLM_INLINE vf exp(vf x) {
     p = fma(p, x, broadcast(1.6666665459e-1f));
     p = fma(p, x, broadcast(5.0000001201e-1f));
     p = fma(p, x * x, x + broadcast(1.0f));
-    return p * (vf)(((vi)shifted << 23) + 0x3f800000);
+    return p * (vf)(((vu)shifted << 23) + 0x3f800000u);  // unsigned: what lies outside may wrap
 }
+// e^x; below -87.3 it stays at the smallest normal number, above 88.3 at the largest.
+ALLM_INLINE vf exp(vf x) { return exp_inside(min(broadcast(88.3f), max(broadcast(-87.3f), x))); }  // this order keeps NaN
+// e^x for x <= 0 and for NaN; below -87.3 it is 0.
+ALLM_INLINE vf exp_or_zero(vf x) { return (vf)((vi)exp_inside(x) & ~(vi)(x <= broadcast(-87.3f))); }
 ALLM_INLINE float exp(float x) { return exp(broadcast(x))[0]; }
 
 // ---- reductions over 16 virtual lanes, the same for every W --------------------------------------------------------
@@ -240,19 +243,30 @@ ALLM_INLINE Lanes lanes(float x) {
     for (int i = 0; i < PARTS; i++) result.part[i] = broadcast(x);
     return result;
 }
-ALLM_INLINE float sum(const Lanes& v) {  // folds 16 -> 8 -> 4 -> 2 -> 1
-    float t[LANES];
-    for (int i = 0; i < PARTS; i++) store(t + i * W, v.part[i]);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) t[i] += t[i + half];
-    return t[0];
+
+typedef float vf4 __attribute__((vector_size(16), may_alias));
+typedef float vf8 __attribute__((vector_size(32), may_alias));
+
+// Folds 16 -> 8 -> 4 -> 2 -> 1: lane i with lane i + half.
+template <class Operation>
+ALLM_INLINE float fold(const Lanes& v, Operation&& operation) {
+#if ALLM_AVX512 || ALLM_AVX2
+#if ALLM_AVX512
+    vf8 eight = operation((vf8)_mm512_castps512_ps256(v.part[0]), (vf8)_mm512_extractf32x8_ps(v.part[0], 1));
+#else
+    vf8 eight = operation((vf8)v.part[0], (vf8)v.part[1]);
+#endif
+    vf4 four = operation((vf4)_mm256_castps256_ps128(eight), (vf4)_mm256_extractf128_ps(eight, 1));
+#else
+    vf4 four = operation(operation(v.part[0], v.part[2]), operation(v.part[1], v.part[3]));
+#endif
+    return operation(operation(four[0], four[2]), operation(four[1], four[3]));
+}
+ALLM_INLINE float sum(const Lanes& v) {
+    return fold(v, [](auto a, auto b) ALLM_LAMBDA_INLINE { return a + b; });
 }
 ALLM_INLINE float max(const Lanes& v) {
-    float t[LANES];
-    for (int i = 0; i < PARTS; i++) store(t + i * W, v.part[i]);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) t[i] = t[i] > t[i + half] ? t[i] : t[i + half];
-    return t[0];
+    return fold(v, [](auto a, auto b) ALLM_LAMBDA_INLINE { return a > b ? a : b; });
 }
 
 template <class T>

@@ -74,6 +74,24 @@ def test_half_precision_cache(cls: type[AttentionBackend], dtype: torch.dtype) -
     check(rows, [[(0, 0, 10), (1, 0, 5)], [(0, 10, 11), (1, 5, 6)]], cls, None)
 
 
+@pytest.mark.parametrize("cls", BACKENDS)
+@pytest.mark.parametrize("stored_as", [torch.bfloat16, torch.float16])
+def test_a_cache_of_half_the_bytes_holds_rounded_numbers_for_float32_arithmetic(
+    cls: type[AttentionBackend], stored_as: torch.dtype
+) -> None:
+    rows = PagedRows(make_spec(heads=4, kv_heads=2, kv_cache_dtype=str(stored_as).removeprefix("torch.")), [90, 6])
+    plain = PagedRows(make_spec(heads=4, kv_heads=2), [90, 6])
+    backend = cls(rows.spec)
+    assert backend.bytes_per_block() == cls(plain.spec).bytes_per_block() // 2
+    [cache] = backend.allocate(rows.num_blocks)
+    for part in (*rows.keys, *rows.values):
+        part.copy_(part.to(stored_as))  # what is stored is then exact, and the tolerance that of float32
+    for parts in ([(0, 0, 80), (1, 0, 5)], [(0, 80, 90), (1, 5, 6)]):
+        for (row, begin, end), got in zip(parts, rows.run(backend, cache, parts), strict=True):
+            assert got.dtype == torch.float32
+            assert (got.double() - exact(rows, row)[begin:end]).abs().max() < 3e-6
+
+
 def test_cpu_takes_strided_queries_keys_and_values() -> None:
     spec = make_spec(heads=4, kv_heads=2)
     rows = PagedRows(spec, [7])

@@ -27,6 +27,12 @@ def test_a_named_backend_that_cannot_is_refused() -> None:
         choose_backend("cpu", make_spec(heads=3, kv_heads=2), ("cpu", "reference"))
 
 
+@pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
+def test_int8_keys_and_values_are_refused_in_torch_with_what_helps(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"needs the native kernels .*; torch stores float32, bfloat16 or float16"):
+        choose_backend(name, make_spec(kv_cache_dtype="int8"), ("native", "cpu", "reference"))
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'auto', 'cpu', 'native', 'reference'") as caught:
         choose_backend("cuda", make_spec(), ("cpu",))

@@ -180,7 +180,7 @@ def find_spills(path: Path) -> tuple[int, list[str]]:
     ).stdout
     num_loops, spilling = 0, []
     for name, body in re.findall(r"^[0-9a-f]+ <(.*?)>:\n((?:\s+[0-9a-f]+:.*\n)+)", text, re.MULTILINE):
-        if not re.search(r"::(tile|score|weigh)<", name):
+        if not re.search(r"::(tile|score|weigh|soften|soften_block)<", name):
             continue
         code = [(int(at, 16), what) for at, what in re.findall(r"^\s+([0-9a-f]+):\s+(.*)$", body, re.MULTILINE)]
         for loop in inner_loops(code):

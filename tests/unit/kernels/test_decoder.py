@@ -204,7 +204,7 @@ def test_a_step_in_which_nobody_samples_still_writes_keys(kernels: NativeKernels
     assert all(cache.any() for cache in caches)
 
 
-@pytest.mark.parametrize("kv_format", [Format.BF16, Format.F16], ids=lambda f: f.name)
+@pytest.mark.parametrize("kv_format", [Format.BF16, Format.F16, Format.I8], ids=lambda f: f.name)
 def test_narrow_caches_stay_near(kernels: NativeKernels, kv_format: Format) -> None:
     batch, num_blocks = make_batch(ROWS, BLOCK)
     batch = with_tokens(batch)

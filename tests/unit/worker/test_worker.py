@@ -72,6 +72,31 @@ def test_asking_for_kernels_that_are_not_compiled_says_so(tiny_llama: Path, monk
         assert (started.info.attention_backend, started.info.kernels) == ("cpu", "torch")
 
 
+@pytest.mark.parametrize(("kv_cache_dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_keys_and_values_are_stored_as_asked(
+    started: Started, tiny_llama: Path, kv_cache_dtype: str, num_bytes: int
+) -> None:
+    backend, plain = started.info.attention_backend, started.worker.bytes_per_block
+    with Started(tiny_llama, attention_backend=backend, kv_cache_dtype=kv_cache_dtype) as other:
+        assert (other.info.kv_cache_dtype, other.info.attention_backend) == (kv_cache_dtype, backend)
+        assert other.worker.bytes_per_block == plain * num_bytes // 4
+        assert other.info.kv_cache_bytes == 65 * other.worker.bytes_per_block
+        other.executor.execute_model(first_step(0, [5, 6, 7], 3)).result()
+    assert started.info.kv_cache_dtype == "float32"
+
+
+def test_int8_keys_and_values_need_the_compiled_kernels(tiny_llama: Path) -> None:
+    if library.available().isa is not None:
+        with Started(tiny_llama, kv_cache_dtype="int8") as started:
+            assert (started.info.kv_cache_dtype, started.info.attention_backend) == ("int8", "native")
+    for backend in ("cpu", "reference"):
+        with (
+            pytest.raises(ConfigError, match=f"{backend}: kv_cache_dtype is 'int8', which needs the native kernels"),
+            Started(tiny_llama, kv_cache_dtype="int8", attention_backend=backend),
+        ):
+            pass
+
+
 def first_step(slot: int, prompt: list[int], block: int) -> SchedulerOutput:
     request = NewRequest(slot, 1, prompt, len(prompt), 0, [block], sampling())
     return SchedulerOutput(1, [slot], [len(prompt)], len(prompt), [request])
