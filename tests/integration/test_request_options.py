@@ -15,13 +15,14 @@ PROMPT = list(range(20, 33))
 ENGINES: dict[str, dict[str, Any]] = {
     "as it comes": {"num_blocks": 512},
     "torch": {"num_blocks": 512, "attention_backend": "cpu"},
+    "in a process of its own": {"num_blocks": 512, "in_process": False},
     "forced preemption in chunks": {"num_blocks": 9, "max_num_batched_tokens": 11},
 }
 
 
 @pytest.fixture(params=ENGINES.values(), ids=ENGINES, scope="module")
 def llm(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[LLM]:
-    with LLM(tiny_llama, in_process=True, num_threads=1, max_model_len=256, **request.param) as llm:
+    with LLM(tiny_llama, **{"in_process": True, "num_threads": 1, "max_model_len": 256, **request.param}) as llm:
         yield llm
 
 
