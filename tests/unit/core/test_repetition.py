@@ -73,3 +73,14 @@ def test_a_repetition_waits_for_min_tokens() -> None:
 def test_other_ends_come_first() -> None:
     assert run(PATTERN, rare=WATCHED, max_tokens=6) == (PATTERN[:6], EngineFinishReason.LENGTH)
     assert run(PATTERN, rare=WATCHED, stop_token_ids=[12]) == ([11, 12], EngineFinishReason.STOP)
+
+
+def test_a_repetition_is_found_across_a_preemption() -> None:
+    engine = Engine(num_blocks=8, block_size=4)
+    engine.add(8, max_tokens=24)
+    forced = [*range(20, 28), *PATTERN]
+    watched = engine.add(8, max_tokens=24, forced=forced, rare=RareSampling(repetition=(2, 2, 4)))
+    engine.run()
+    assert engine.finished[watched].num_preemptions > 0
+    assert engine.tokens[watched] == forced[:16]
+    assert engine.finished[watched].reason == EngineFinishReason.REPETITION
