@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from asyncllm.llm import LLM
     from asyncllm.llm_engine import LLMEngine, RequestOutput
     from asyncllm.outputs import Completion, FinishReason, Logprob, TokenDelta, TokenLogprobs, Usage
-    from asyncllm.sampling_params import SamplingParams
+    from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
     from asyncllm.token_stream import TokenStream
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "PromptTooLongError",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestFailedError",
     "RequestOutput",
@@ -85,7 +86,7 @@ _MODULE_TO_NAMES = {
     "llm": ("LLM",),
     "llm_engine": ("LLMEngine", "RequestOutput"),
     "outputs": ("Completion", "FinishReason", "Logprob", "TokenDelta", "TokenLogprobs", "Usage"),
-    "sampling_params": ("SamplingParams",),
+    "sampling_params": ("RepetitionDetectionParams", "SamplingParams"),
     "token_stream": ("TokenStream",),
 }
 _NAME_TO_MODULE = {name: module for module, names in _MODULE_TO_NAMES.items() for name in names}

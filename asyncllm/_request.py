@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ConfigError, InvalidParameterError, shown
-from asyncllm.sampling_params import SamplingParams
+from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from asyncllm.frontend.input_processor import InputProcessor, ProcessedRequest
@@ -33,17 +33,22 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     logit_bias: dict[int, float] | None
     allowed_token_ids: list[int] | None
+    bad_words: list[str] | None
     seed: int | None
     max_tokens: int | None
     min_tokens: int
     stop: str | list[str] | None
     stop_token_ids: list[int] | None
+    repetition_detection: RepetitionDetectionParams | None
     ignore_eos: bool
     include_stop_str_in_output: bool
     logprobs: int | None
     prompt_logprobs: int | None
+    logprob_token_ids: list[int] | None
+    truncate_prompt_tokens: int | None
     detokenize: bool
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +66,7 @@ class PromptRequest(_Request):
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
-        return inputs.is_long(self.prompt)
+        return inputs.is_long(self.prompt, truncates=self.params.truncate_prompt_tokens is not None)
 
     def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
         """Return the engine requests.

@@ -20,6 +20,8 @@ class FinishReason(enum.StrEnum):
     """End of sequence, a stop string or a stop token; ``stop_reason`` says which (``None``: end of sequence)."""
     LENGTH = "length"
     """``max_tokens`` or the model's context (or, alone in the engine, its KV blocks) is used up."""
+    REPETITION = "repetition"
+    """The output ends in a pattern as ``repetition_detection`` says; ``stop_reason`` is "repetition_detected"."""
     ABORT = "abort"
     """The caller ended it: ``cancel()``, ``abort()``, ``finish()`` or shutdown."""
     ERROR = "error"
@@ -36,10 +38,14 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """The candidates at one position: the chosen (or prompt) token first, then the most likely ones in order."""
+    """The candidates at one position: the chosen (or prompt) token, then the most likely ones in order.
+
+    ``requested`` are those of ``logprob_token_ids``, in the order in which they were asked for.
+    """
 
     chosen: Logprob
     top: list[Logprob]
+    requested: list[Logprob] = []
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):

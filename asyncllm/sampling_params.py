@@ -13,12 +13,46 @@ import msgspec
 
 from asyncllm.errors import InvalidParameterError, shown
 
-__all__ = ["SamplingParams"]
+__all__ = ["RepetitionDetectionParams", "SamplingParams"]
 
 MAX_LOGPROBS = 64
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_PATTERN_SIZE = 256
+MAX_PATTERN_COUNT = 1024
 MAX_SAMPLES = 256
 MAX_SEED = 2**64 - 1
 MAX_ID = 2**31 - 1
+FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which repetition ends a sample; names and meaning are those of vLLM.
+
+    :raises InvalidParameterError: a field is of the wrong type or out of range; names field, value and limit.
+    """
+
+    max_pattern_size: int
+    """Tokens of the longest pattern looked for, 1 … 256."""
+    min_pattern_size: int = 1
+    """Tokens of the shortest one."""
+    min_count: int
+    """How many times in a row the pattern stands at the end of the output, 2 … 1024."""
+
+    def __post_init__(self) -> None:
+        _integer("max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
+        _integer("min_pattern_size", self.min_pattern_size, 1, MAX_PATTERN_SIZE)
+        _integer("min_count", self.min_count, 2, MAX_PATTERN_COUNT)
+        if self.min_pattern_size > self.max_pattern_size:
+            limit = f"at most max_pattern_size ({self.max_pattern_size})"
+            _refuse("min_pattern_size", self.min_pattern_size, limit)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +81,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Added to the logits of these token ids; each in [-100, 100]."""
     allowed_token_ids: list[int] | None = None
     """Only these ids can be drawn."""
+    bad_words: list[str] | None = None
+    """Words that the output does not spell, at most 128 of at most 256 characters. Each is tokenized with and without a
+    space before it; the last token of either sequence cannot be drawn where the output ends in the tokens before it. As
+    in vLLM and transformers this is a rule on tokens: another way to cut the same letters into tokens is not found."""
     seed: int | None = None
     """0 … 2**64-1. The draw at output position i depends only on (seed, sample index, i). ``None``: a random one."""
     max_tokens: int | None = None
@@ -57,6 +95,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Strings that end the sample; the text is cut before the match."""
     stop_token_ids: list[int] | None = None
     """Token ids that end the sample, beside the model's own end-of-sequence ids."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """End the sample, not before ``min_tokens``, when its last tokens are a pattern several times in a row; all of them
+    are delivered, ``finish_reason`` is "repetition" and ``stop_reason`` "repetition_detected"."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence ids (``stop_token_ids`` still end the sample)."""
     include_stop_str_in_output: bool = False
@@ -65,10 +106,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Report this many most likely tokens per output position, 0 … 64 (0: the chosen one only)."""
     prompt_logprobs: int | None = None
     """The same for each prompt position; such a request does not read the prefix cache."""
+    logprob_token_ids: list[int] | None = None
+    """Report these tokens, at most 128, at each output position, in this order, as ``TokenLogprobs.requested``. As in
+    vLLM: exactly these beside the chosen one, and alone it needs no ``logprobs``. With ``logprobs`` the most likely
+    ones are reported too (where vLLM would have them replaced)."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of the prompt, special ones at its front counted like any other; -1: as many as
+    leave ``max_tokens`` (``None``: one token) of the context free."""
     detokenize: bool = True
     """``False``: deltas carry ids only and empty text; stop strings need it on."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Taken for the sake of code written for vLLM and transformers, and without effect: it matters to transformers'
+    slow SentencePiece tokenizers alone. Those of a ``tokenizer.json`` (byte-level BPE, byte fallback, WordPiece), which
+    are all that we read, join added tokens to the text by the rules of their decoder, in transformers as here."""
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_SAMPLES)
@@ -86,16 +138,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({shown(self.max_tokens)})")
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None, also="or -1")
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
+        watched = cast("object", self.repetition_detection)
+        if watched is not None and not isinstance(watched, RepetitionDetectionParams):
+            _refuse("repetition_detection", watched, "RepetitionDetectionParams")
         self._check_stop()
         self._check_ids()
+        if self.bad_words is not None:
+            self._check_bad_words(self.bad_words)
 
     @property
     def stop_strings(self) -> list[str]:
         """Return ``stop`` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Return whether output positions are reported with candidates."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     def _check_stop(self) -> None:
         stop = cast("object", self.stop)  # callers without a type checker pass anything
@@ -109,7 +173,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("stop", self.stop_strings, "detokenize=True, since stop strings are matched in the text")
 
     def _check_ids(self) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids: object = getattr(self, name)
             if ids is None:
                 continue
@@ -117,8 +181,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _refuse(name, ids, "a list of token ids")
             for token_id in cast("list[object]", ids):
                 _integer(name, token_id, 0, MAX_ID)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _refuse("allowed_token_ids", [], "at least one token id")
+            if not ids and name != "stop_token_ids":
+                _refuse(name, [], "at least one token id")
+        if self.logprob_token_ids is not None and len(self.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            _refuse("logprob_token_ids", self.logprob_token_ids, f"at most {MAX_LOGPROB_TOKEN_IDS} token ids")
         biases = cast("object", self.logit_bias)
         if biases is not None:
             if not isinstance(biases, dict):
@@ -126,6 +192,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for token_id, bias in cast("dict[object, object]", biases).items():
                 _integer("logit_bias", token_id, 0, MAX_ID)
                 _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    def _check_bad_words(self, words: object) -> None:
+        if not isinstance(words, (list, tuple)):
+            _refuse("bad_words", words, "a list of strings")
+        words = cast("list[object]", words)
+        if len(words) > MAX_BAD_WORDS:
+            _refuse("bad_words", words, f"at most {MAX_BAD_WORDS} words")
+        for word in words:
+            if not isinstance(word, str) or not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+                _refuse("bad_words", word, f"non-empty strings of at most {MAX_BAD_WORD_CHARS} characters")
+            if any("\ud800" <= letter <= "\udfff" for letter in word):
+                _refuse("bad_words", word, "text that UTF-8 can hold")
 
 
 def _refuse(parameter: str, value: object, limit: str) -> NoReturn:
@@ -135,10 +213,11 @@ def _refuse(parameter: str, value: object, limit: str) -> NoReturn:
     )
 
 
-def _integer(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
+def _integer(name: str, value: object, low: int, high: int | None, *, optional: bool = False, also: str = "") -> None:
     if value is None and optional:
         return
     limit = f"an integer of at least {low}" if high is None else f"an integer in {low} … {high}"
+    limit = f"{limit}, {also}" if also else limit
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         _refuse(name, value, limit)
 

@@ -24,6 +24,7 @@ import enum
 import sys
 from typing import TYPE_CHECKING
 
+from asyncllm.core.repetition import RepetitionWatch
 from asyncllm.errors import InvalidParameterError, PromptTooLongError, RequestError, RequestTooLargeError
 from asyncllm.wire.step import NewRequest
 
@@ -49,7 +50,8 @@ class Request:
     """One sample being generated.
 
     ``urgency`` is the total order of all requests: priority class, then arrival; the smallest is served first.
-    ``max_num_tokens`` bounds prompt plus output, ``stop_token_ids`` holds every id that ends it, EOS included.
+    ``max_num_tokens`` bounds prompt plus output, ``stop_token_ids`` holds every id that ends it, EOS included. With
+    ``check_from`` tokens or more, each new one may end it; with fewer only one of those ids.
     """
 
     __slots__ = (
@@ -57,6 +59,7 @@ class Request:
         "block_keys",
         "border",
         "cache_parent",
+        "check_from",
         "extra_keys",
         "max_num_tokens",
         "num_cached_blocks",
@@ -69,6 +72,7 @@ class Request:
         "num_tokens",
         "parked",
         "priority",
+        "repetition",
         "request_id",
         "sampling",
         "since_step",
@@ -101,6 +105,9 @@ class Request:
         self.max_num_tokens = min(self.num_tokens + sampling.max_tokens, max_num_tokens)
         eos = frozenset[int]() if sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
+        watched = None if sampling.rare is None else sampling.rare.repetition
+        self.repetition = None if watched is None else RepetitionWatch(*watched, start=self.num_tokens)
+        self.check_from = self.max_num_tokens if watched is None else 0
 
         self.status = RequestStatus.WAITING
         self.parked = False

@@ -299,7 +299,7 @@ class Scheduler:
             request.num_tokens += 1
             add_request_id(request.request_id)
             add_token_id(token_id)
-            if request.num_tokens >= request.max_num_tokens or token_id in request.stop_token_ids:
+            if request.num_tokens >= request.check_from or token_id in request.stop_token_ids:
                 ended += self._report_if_done(request, token_id)
         self._end_all(ended)
         self._counters.num_generated_tokens += len(result.token_ids)
@@ -318,12 +318,15 @@ class Scheduler:
 
     def _report_if_done(self, request: Request, token_id: int) -> list[Request]:
         """Report the end of a request that its newest token completes, and return it; nothing before ``min_tokens``."""
-        sampling = request.sampling
+        sampling, watch = request.sampling, request.repetition
+        repeats = watch is not None and watch.repeats(request.token_ids)
         if token_id in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
             is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
             self._report(request, EngineFinishReason.STOP, None if is_eos else token_id)
         elif request.num_tokens >= request.max_num_tokens:
             self._report(request, EngineFinishReason.LENGTH)
+        elif repeats and request.num_output_tokens >= sampling.min_tokens:
+            self._report(request, EngineFinishReason.REPETITION)
         else:
             return []
         return [request]

@@ -11,8 +11,11 @@ The rules, in one place:
 * A prompt whose tokens plus one do not fit the engine's KV blocks could never run and is refused.
 * ``max_tokens`` is lowered to what is left of the context; ``None`` means all of that.
 * Fields that are ``None`` take the value of the model's ``generation_config.json``, else the neutral one.
-* Prompt ids, stop ids, ``logit_bias`` and ``allowed_token_ids`` name tokens of the model's vocabulary; with
-  ``min_tokens``, not all that may be drawn end the text.
+* With ``truncate_prompt_tokens`` the front of the prompt is cut first, of ids after a text was encoded as a whole; what
+  is left is checked.
+* Prompt ids, stop ids, ``logit_bias``, ``allowed_token_ids`` and ``logprob_token_ids`` name tokens of the model's
+  vocabulary, and ``bad_words`` are made of such; some token may be drawn: not all that are allowed are bad words, or,
+  with ``min_tokens``, end the text.
 * ``n`` samples are n engine requests with the same seed and prompt, told apart by ``sample_index``.
 """
 
@@ -30,7 +33,7 @@ from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLon
 from asyncllm.frontend.chat_template import ChatTemplate
 from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling
+from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, RareSampling
 
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
@@ -110,10 +113,13 @@ class InputProcessor:
         """Return the length of the longest prompt in tokens."""
         return self._limits.max_model_len - 1
 
-    def is_long(self, prompt: object) -> bool:
-        """Return whether :meth:`process` takes so long that an event loop should call it in a thread. O(1)."""
+    def is_long(self, prompt: object, *, truncates: bool = False) -> bool:
+        """Return whether :meth:`process` takes so long that an event loop should call it in a thread. O(1).
+
+        ``truncates``: it will cut the prompt, so that no text is refused for its length.
+        """
         if isinstance(prompt, str):
-            return self._tokenizer.is_long(prompt) and not self._cannot_fit(prompt)
+            return self._tokenizer.is_long(prompt) and (truncates or not self._cannot_fit(prompt))
         return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
 
     def prepare_chat(self) -> None:
@@ -169,10 +175,12 @@ class InputProcessor:
             request_id = self._name_prefix + str(next(self._names))
         params = SamplingParams() if params is None else params
         _check_arguments(request_id, params, priority, cache_salt)
-        self._check_params(params)
-        ids = self._prompt_ids(prompt, add_special_tokens)
+        bad_words = self._bad_words(params.bad_words) if params.bad_words else []
+        self._check_params(params, bad_words)
+        num_kept = None if params.truncate_prompt_tokens is None else self._num_kept(params)
+        ids = self._prompt_ids(prompt, add_special_tokens, num_kept)
         self._check_prompt(ids)
-        samplings = self._samplings(params, len(ids))
+        samplings = self._samplings(params, len(ids), bad_words)
         requests = [
             EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt) for sampling in samplings
         ]
@@ -181,15 +189,35 @@ class InputProcessor:
         )
 
     # ------------------------------------------------------------------------------------------------- the prompt
-    def _prompt_ids(self, prompt: Any, add_special_tokens: bool) -> list[int]:
+    def _prompt_ids(self, prompt: Any, add_special_tokens: bool, num_kept: int | None) -> list[int]:
+        """Return the ids of ``prompt``: the last ``num_kept``, or all for ``None``."""
         if isinstance(prompt, str):
             if not prompt:
                 _refuse("prompt", "", "a text that is not empty", "prompt is empty")
-            if self._cannot_fit(prompt):
+            if num_kept is None and self._cannot_fit(prompt):
                 num_tokens = self._tokenizer.min_num_tokens(len(prompt))
                 raise self._too_long(f"{len(prompt)} characters, which are at least {num_tokens} tokens", num_tokens)
-            return self._tokenizer.encode(prompt, add_special_tokens)
-        return _plain_ids(prompt)
+            ids = self._tokenizer.encode(prompt, add_special_tokens)
+        else:
+            ids = _plain_ids(prompt)
+        return ids if num_kept is None else ids[-num_kept:]
+
+    def _num_kept(self, params: SamplingParams) -> int:
+        """Return how many tokens ``truncate_prompt_tokens`` leaves of a prompt, at most."""
+        wanted, limits = params.truncate_prompt_tokens, self._limits
+        assert wanted is not None
+        if wanted > 0:
+            if wanted > self.max_prompt_len:
+                limit = f"at most {self.max_prompt_len} (max_model_len {limits.max_model_len} less one output token)"
+                _refuse("truncate_prompt_tokens", wanted, limit)
+            return wanted
+        num_output, room = params.max_tokens or 1, limits.max_model_len
+        if limits.num_kv_tokens is not None:
+            room = min(room, limits.num_kv_tokens)
+        if num_output >= room:
+            limit = f"at most {room - 1} with truncate_prompt_tokens=-1, for one prompt token to fit {room} in all"
+            _refuse("max_tokens", num_output, limit)
+        return room - num_output
 
     def _cannot_fit(self, text: str) -> bool:
         return self._tokenizer.min_num_tokens(len(text)) > self.max_prompt_len
@@ -227,37 +255,62 @@ class InputProcessor:
         _refuse(parameter, token_id, limit, f"{parameter} is {shown(token_id)}")
 
     # ----------------------------------------------------------------------------------------------- the sampling
-    def _check_params(self, params: SamplingParams) -> None:
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token sequences that spell ``words`` with and without a space before them, each once."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word  # a word of nothing but white space is meant as it stands
+            for text in (bare, word if bare.isspace() else " " + bare):
+                ids = self._tokenizer.encode(text, False)
+                if not ids and text is bare:
+                    _refuse("bad_words", word, "words of at least one token")
+                for token_id in ids:
+                    if token_id >= self._limits.vocab_size:
+                        limit = f"words whose tokens are in 0 … {self._limits.vocab_size - 1}"
+                        _refuse("bad_words", word, limit, f"bad_words has {word!r}, which holds token {token_id}")
+                if ids:
+                    found[tuple(ids)] = None
+        return [list(ids) for ids in found]
+
+    def _check_params(self, params: SamplingParams, bad_words: list[list[int]]) -> None:
         columns: tuple[tuple[str, Iterable[int] | None], ...] = (
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids),
+            ("logprob_token_ids", params.logprob_token_ids),
         )
         for name, ids in columns:
             for token_id in ids or ():
                 if token_id >= self._limits.vocab_size:
                     self._refuse_id(f"{name}[{token_id}]" if name == "logit_bias" else name, token_id)
+        if params.min_tokens or bad_words:
+            self._check_any_token(params, {ids[0] for ids in bad_words if len(ids) == 1})
+
+    def _check_any_token(self, params: SamplingParams, bad: set[int]) -> None:
+        """Refuse a request that could draw no token at first: each is a bad word or would end it too early."""
+        limit, excluded = "such that some token is no bad word", bad
         if params.min_tokens:
-            self._check_min_tokens(params)
-
-    def _check_min_tokens(self, params: SamplingParams) -> None:
-        """Refuse a request all of whose tokens would end it, so that it could draw none at first."""
-        ends = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            ends |= self._limits.eos_token_ids
-        limit = f"such that some token does not end the text before min_tokens ({params.min_tokens})"
-        if params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            excluded = bad.union(params.stop_token_ids or ())
+            if not params.ignore_eos:
+                excluded |= self._limits.eos_token_ids
+            limit = f"such that some token does not end the text before min_tokens ({params.min_tokens})"
+            limit += " and is no bad word" if bad else ""
+        if params.allowed_token_ids is not None and excluded.issuperset(params.allowed_token_ids):
             _refuse("allowed_token_ids", params.allowed_token_ids, limit)
-        if len(ends) >= self._limits.vocab_size:
-            _refuse("stop_token_ids", params.stop_token_ids, limit)
+        if len(excluded) >= self._limits.vocab_size:
+            name = "bad_words" if bad else "stop_token_ids"
+            _refuse(name, getattr(params, name), limit)
 
-    def _samplings(self, params: SamplingParams, num_prompt_tokens: int) -> list[EngineSampling]:
+    def _samplings(
+        self, params: SamplingParams, num_prompt_tokens: int, bad_words: list[list[int]]
+    ) -> list[EngineSampling]:
         room = self._limits.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         value = {name: self._resolved(params, name) for name in GENERATION_DEFAULTS}
         seed = params.seed
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "little") if value["temperature"] else 0
+        rare = _rare(params, bad_words)
         return [
             EngineSampling(
                 max_tokens=max_tokens,
@@ -270,7 +323,7 @@ class InputProcessor:
                 min_tokens=min(params.min_tokens, max_tokens),
                 ignore_eos=params.ignore_eos,
                 stop_token_ids=list(params.stop_token_ids or ()),
-                logprobs=-1 if params.logprobs is None else params.logprobs,
+                logprobs=(params.logprobs or 0) if params.wants_logprobs else -1,
                 # The prompt is the same for all samples: one of them reports on it.
                 prompt_logprobs=-1 if params.prompt_logprobs is None or index else params.prompt_logprobs,
                 presence_penalty=float(params.presence_penalty),
@@ -278,6 +331,7 @@ class InputProcessor:
                 repetition_penalty=float(value["repetition_penalty"]),
                 logit_bias={token_id: float(bias) for token_id, bias in (params.logit_bias or {}).items()},
                 allowed_token_ids=list(params.allowed_token_ids or ()),
+                rare=rare,
             )
             for index in range(params.n)
         ]
@@ -285,6 +339,18 @@ class InputProcessor:
     def _resolved(self, params: SamplingParams, name: str) -> float:
         given = getattr(params, name)
         return self._defaults[name] if given is None else given
+
+
+def _rare(params: SamplingParams, bad_words: list[list[int]]) -> RareSampling | None:
+    """Return what of ``params`` few requests use; ``None`` where this is none of them."""
+    watched = params.repetition_detection
+    if not bad_words and params.logprob_token_ids is None and watched is None:
+        return None
+    return RareSampling(
+        bad_words,
+        list(params.logprob_token_ids or ()),
+        None if watched is None else (watched.min_pattern_size, watched.max_pattern_size, watched.min_count),
+    )
 
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -21,8 +21,8 @@ TextOf = Callable[[int], "str | None"]
 """Text of a candidate at the present place; ``None`` where text is not wanted."""
 
 
-def position_logprobs(rows: LogprobRows, position: int, text_of: TextOf) -> TokenLogprobs:
-    """Return the candidates at ``position`` (0 is the first of ``rows``)."""
+def position_logprobs(rows: LogprobRows, position: int, text_of: TextOf, num_requested: int = 0) -> TokenLogprobs:
+    """Return the candidates at ``position`` (0 is the first of ``rows``), the last ``num_requested`` as requested."""
     start = position * rows.width
     found = [
         Logprob(token_id, logprob, rank, text_of(token_id))
@@ -33,7 +33,8 @@ def position_logprobs(rows: LogprobRows, position: int, text_of: TextOf) -> Toke
             strict=True,
         )
     ]
-    return TokenLogprobs(found[0], found[1:])
+    end = len(found) - num_requested
+    return TokenLogprobs(found[0], found[1:end], found[end:])
 
 
 def num_positions(rows: LogprobRows) -> int:
@@ -44,9 +45,11 @@ def num_positions(rows: LogprobRows) -> int:
 class LogprobQueue:
     """Rows of a sample's new tokens, handed out in the order in which the tokens come."""
 
-    __slots__ = ("_places",)
+    __slots__ = ("_num_requested", "_places")
 
-    def __init__(self) -> None:
+    def __init__(self, num_requested: int = 0) -> None:
+        """``num_requested`` is the number of the request's ``logprob_token_ids``."""
+        self._num_requested = num_requested
         self._places: Iterator[tuple[LogprobRows, int]] = iter(())
 
     def add(self, rows: LogprobRows) -> None:
@@ -56,7 +59,7 @@ class LogprobQueue:
     def next(self, text_of: TextOf) -> TokenLogprobs | None:
         """Return the candidates of the next token, ``None`` where the engine sent none for it."""
         place = next(self._places, None)
-        return None if place is None else position_logprobs(*place, text_of)
+        return None if place is None else position_logprobs(*place, text_of, self._num_requested)
 
 
 class PromptLogprobs:

@@ -15,7 +15,8 @@ Invariants:
 How the end of a sample is reported: a stop token (end of sequence or one of ``stop_token_ids``) is in ``token_ids``
 and counts in ``usage``, its text is not in the text unless ``include_stop_str_in_output``. The token that completes a
 stop string is in ``token_ids`` likewise, the text is cut before the match (after it, if included). ``stop_reason`` is
-the stop string, the id out of ``stop_token_ids``, or ``None`` for end of sequence.
+the stop string, the id out of ``stop_token_ids``, or ``None`` for end of sequence. A repetition ends a sample with all
+of its tokens and their text.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ REASONS = {
     EngineFinishReason.STOP: FinishReason.STOP,
     EngineFinishReason.LENGTH: FinishReason.LENGTH,
     EngineFinishReason.ABORT: FinishReason.ABORT,
+    EngineFinishReason.REPETITION: FinishReason.REPETITION,
 }
+REPETITION_DETECTED = "repetition_detected"
 
 
 class OutputProcessor:
@@ -168,7 +171,9 @@ class OutputProcessor:
         if row.reason == EngineFinishReason.ERROR:
             sample.end(FinishReason.ERROR, None, piece)
         else:
-            self._end(sample, REASONS[EngineFinishReason(row.reason)], row.stop_token_id, now, piece)
+            reason = REASONS[EngineFinishReason(row.reason)]
+            stop_reason = REPETITION_DETECTED if reason is FinishReason.REPETITION else row.stop_token_id
+            self._end(sample, reason, stop_reason, now, piece)
 
     def _end(
         self,

@@ -70,7 +70,7 @@ class SampleState:
         """Every id the engine has sent, delivered or held."""
         self.texts: list[str] = []
         self.num_delivered = 0
-        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.logprobs: list[TokenLogprobs] | None = [] if params.wants_logprobs else None
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
@@ -83,7 +83,7 @@ class SampleState:
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
-        self._queue = None if params.logprobs is None else LogprobQueue()
+        self._queue = LogprobQueue(len(params.logprob_token_ids or ())) if params.wants_logprobs else None
         self._put = request.sink.put
 
     def queue_logprobs(self, rows: LogprobRows) -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from asyncllm.kernels.base import SAMPLING_DTYPE
+from asyncllm.sampling.logprobs import RequestedTokens
 from asyncllm.sampling.penalties import Adjustments
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class SamplingMetadata:
     logprob_rows: torch.Tensor | None  # rows that want logprobs
     logprob_slots: list[int]
     num_logprobs: list[int]  # top tokens wanted by each of them
+    requested: RequestedTokens | None  # tokens that some of them name; None: none does
 
     @property
     def all_greedy(self) -> bool:
@@ -85,6 +87,7 @@ class SamplingColumns:
         self.min_p: npt.NDArray[np.float32] = self.parameters["min_p"]
         self.num_logprobs = np.full(num_slots, -1, np.int64)
         self.adjusted: dict[int, EngineSampling] = {}  # slots whose logits are changed before the draw
+        self.requested: dict[int, list[int]] = {}  # slots that report on tokens of their choice
 
     def put(self, slot: int, sampling: EngineSampling) -> None:
         """Take the parameters of the request that now owns ``slot``."""
@@ -98,10 +101,16 @@ class SamplingColumns:
             sampling.sample_index,
         )
         self.num_logprobs[slot] = min(sampling.logprobs, self.vocab_size)
+        self.forget(slot)
         if Adjustments.wanted(sampling):
             self.adjusted[slot] = sampling
-        else:
-            self.adjusted.pop(slot, None)
+        if sampling.rare is not None and sampling.rare.logprob_token_ids:
+            self.requested[slot] = sampling.rare.logprob_token_ids
+
+    def forget(self, slot: int) -> None:
+        """Drop what is held only of some requests: that of ``slot`` has left it."""
+        self.adjusted.pop(slot, None)
+        self.requested.pop(slot, None)
 
     def select(self, slots: Int64) -> SamplingMetadata:
         """Return the metadata of the rows in ``slots``, in this order."""
@@ -111,6 +120,7 @@ class SamplingColumns:
         rows_to_sampling = {
             row: self.adjusted[slot] for row, slot in enumerate(slots.tolist()) if slot in self.adjusted
         }
+        logprob_slots: list[int] = slots[want_logprobs].tolist()
         return SamplingMetadata(
             slots=slots,
             greedy_rows=None if greedy.all() else self._tensor(np.flatnonzero(greedy)),
@@ -118,9 +128,14 @@ class SamplingColumns:
             parameters=self.parameters[slots],
             adjustments=self._adjustments(rows_to_sampling) if rows_to_sampling else None,
             logprob_rows=self._tensor(want_logprobs) if len(want_logprobs) else None,
-            logprob_slots=slots[want_logprobs].tolist(),
+            logprob_slots=logprob_slots,
             num_logprobs=self.num_logprobs[slots[want_logprobs]].tolist(),
+            requested=self._requested(logprob_slots) if self.requested else None,
         )
+
+    def _requested(self, slots: list[int]) -> RequestedTokens | None:
+        ids = [self.requested.get(slot, []) for slot in slots]
+        return RequestedTokens(ids, self.device) if any(ids) else None
 
     def _random_rows(self, slots: Int64, random: npt.NDArray[np.bool_]) -> list[RandomRows]:
         if not random.any():

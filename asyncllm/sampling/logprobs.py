@@ -1,20 +1,54 @@
-"""Log-probabilities of the chosen and the most likely tokens, from the logits as the model gave them."""
+"""Log-probabilities of the chosen, the most likely and requested tokens, from the logits as the model gave them."""
 
 # pyright: reportUnknownMemberType=false
-# (torch does not say of what tolist is a list)
+# (torch does not say of what tolist is a list, and which arrays from_numpy takes)
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 
 from asyncllm.wire.messages import LogprobRows
 
-__all__ = ["LogprobTensors", "compute_logprobs"]
+__all__ = ["LogprobTensors", "RequestedTokens", "compute_logprobs"]
 
 MAX_TOP = 64  # SamplingParams refuses more; one width for all rows keeps a row's ties independent of its neighbours
+
+
+class RequestedTokens:
+    """Tokens that rows want to hear of whatever the draw: row i those of ``ids[i]``, which may be none."""
+
+    def __init__(self, ids: list[list[int]], device: torch.device) -> None:
+        self.counts = [len(row_ids) for row_ids in ids]
+        columns = np.zeros((len(ids), max(self.counts)), np.int64)  # short rows are filled up with any token
+        for row, row_ids in enumerate(ids):
+            columns[row, : len(row_ids)] = row_ids
+        self.token_ids = torch.from_numpy(columns).to(device)  # [R, largest count]
+        self.rows = torch.from_numpy(np.flatnonzero(self.counts)).to(device)  # those with any
+
+
+@dataclass(slots=True)
+class RequestedLogprobs:
+    """What became of :class:`RequestedTokens`."""
+
+    tokens: RequestedTokens
+    logprobs: torch.Tensor  # [R, largest count]
+    ranks: torch.Tensor  # [rows with any, largest count]
+
+    def append_to(self, rows: list[LogprobRows]) -> None:
+        """Append each row's requested tokens to its candidates."""
+        ids = cast("list[list[int]]", self.tokens.token_ids.tolist())
+        logprobs = cast("list[list[float]]", self.logprobs.tolist())
+        ranks_of = cast("list[list[int]]", self.ranks.tolist())
+        for row, ranks in zip(cast("list[int]", self.tokens.rows.tolist()), ranks_of, strict=True):
+            count = self.tokens.counts[row]
+            rows[row].width += count
+            rows[row].token_ids += ids[row][:count]
+            rows[row].logprobs += logprobs[row][:count]
+            rows[row].ranks += ranks[:count]
 
 
 @dataclass(slots=True)
@@ -24,14 +58,18 @@ class LogprobTensors:
     token_ids: torch.Tensor  # [R, 1 + top]
     logprobs: torch.Tensor  # [R, 1 + top]
     ranks: torch.Tensor  # [R] of the chosen token; the others are 1, 2, …
+    requested: RequestedLogprobs | None = None
 
     def to_rows(self, num_top: list[int]) -> list[LogprobRows]:
-        """Return one :class:`LogprobRows` of one position per row, with ``num_top[row]`` top tokens each."""
+        """Return one :class:`LogprobRows` of one position per row: ``num_top[row]`` top tokens, then the requested."""
         ids, logprobs, ranks = self._to_lists()
-        return [
+        rows = [
             LogprobRows(1 + k, ids[row][: 1 + k], logprobs[row][: 1 + k], [ranks[row], *range(1, 1 + k)])
             for row, k in enumerate(num_top)
         ]
+        if self.requested is not None:
+            self.requested.append_to(rows)
+        return rows
 
     def to_block(self, num_top: int) -> LogprobRows:
         """Return all rows as consecutive positions of one request."""
@@ -52,7 +90,9 @@ class LogprobTensors:
         )
 
 
-def compute_logprobs(logits: torch.Tensor, chosen: torch.Tensor, *, with_top: bool) -> LogprobTensors:
+def compute_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, *, with_top: bool, requested: RequestedTokens | None = None
+) -> LogprobTensors:
     """Return the candidates of ``logits`` [R, V] with the tokens ``chosen`` [R]; no top tokens unless ``with_top``."""
     token_ids = chosen.unsqueeze(1)
     value = logits.gather(1, token_ids)
@@ -60,4 +100,21 @@ def compute_logprobs(logits: torch.Tensor, chosen: torch.Tensor, *, with_top: bo
     if with_top:
         top_values, top_ids = logits.topk(min(MAX_TOP, logits.shape[1]), dim=1)
         value, token_ids = torch.cat([value, top_values], 1), torch.cat([token_ids, top_ids], 1)
-    return LogprobTensors(token_ids, value - logits.logsumexp(1, keepdim=True), ranks)
+    total = logits.logsumexp(1, keepdim=True)
+    found = None if requested is None else _requested_logprobs(logits, total, requested)
+    return LogprobTensors(token_ids, value - total, ranks, found)
+
+
+def _requested_logprobs(logits: torch.Tensor, total: torch.Tensor, requested: RequestedTokens) -> RequestedLogprobs:
+    values = logits.gather(1, requested.token_ids)
+    ordered = _ascending(logits.index_select(0, requested.rows))
+    wanted = values.index_select(0, requested.rows)
+    ranks = logits.shape[1] - torch.searchsorted(ordered, wanted, right=True) + 1  # 1 + how many are larger
+    return RequestedLogprobs(requested, values - total, ranks)
+
+
+def _ascending(logits: torch.Tensor) -> torch.Tensor:
+    """Return each row of ``logits`` [R, V] sorted; by numpy on a CPU, whose vector sort is many times torch's."""
+    if logits.device.type != "cpu":
+        return logits.sort(1).values
+    return torch.from_numpy(np.sort(logits.numpy(), axis=1))

@@ -1,7 +1,7 @@
-"""Changes to logits before the draw: bias, allowed ids, penalties, and no end before ``min_tokens``; in this order.
+"""Changes to logits before the draw: bias, allowed ids, bad words, penalties, no end before ``min_tokens``; in order.
 
-Nothing is counted from step to step: penalties read the row's tokens from the persistent batch each time, so that there
-is no state to lose in a preemption. They cost a gather and a scatter over the tokens of the rows that ask.
+Nothing is counted from step to step: bad words and penalties read the row's tokens from the persistent batch each time:
+there is no state to lose in a preemption. Penalties cost a gather and a scatter over the tokens of the rows that ask.
 All rows are changed at once through flat indices ``row * V + token``.
 """
 
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from asyncllm.sampling.bad_words import BadWords
 
 if TYPE_CHECKING:
     from asyncllm.wire.messages import EngineSampling
@@ -62,6 +64,8 @@ class Adjustments:
         allowed = [sampling.allowed_token_ids for sampling in samplings]
         self._allowed_rows = self._tensor(rows[[bool(ids) for ids in allowed]])
         self._allowed_cells = self._cells(rows, allowed)
+        words = [(row, word) for row, sampling in row_to_sampling.items() for word in sampling.bad_words]
+        self._bad_words = BadWords(words, vocab_size=vocab_size, device=device) if words else None
         self._repetition = _rows_of(rows, [s.repetition_penalty for s in samplings], neutral=1.0)
         self._frequency = _rows_of(rows, [s.frequency_penalty for s in samplings], neutral=0.0)
         self._presence = _rows_of(rows, [s.presence_penalty for s in samplings], neutral=0.0)
@@ -77,6 +81,7 @@ class Adjustments:
         return bool(
             sampling.logit_bias
             or sampling.allowed_token_ids
+            or sampling.bad_words
             or sampling.min_tokens
             or sampling.presence_penalty
             or sampling.frequency_penalty
@@ -92,6 +97,8 @@ class Adjustments:
             kept = flat.index_select(0, self._allowed_cells)
             logits.index_fill_(0, self._allowed_rows, -torch.inf)
             flat.index_copy_(0, self._allowed_cells, kept)
+        if self._bad_words is not None:
+            self._bad_words.apply(flat, history)
         self._penalize(flat, history)
         early = history.positions[self._rows] < self._min_tokens
         if early.any():

@@ -1,8 +1,9 @@
 """Draw one token per row from its logits.
 
-Order: adjustments (bias, allowed ids, penalties, ``min_tokens``), temperature, top-k, top-p, min-p, then the inverse of
-the cumulative distribution at the row's uniform number. Nothing is drawn from a state, and each row is computed by
-operations over that row alone, by a path that its own parameters choose: its token cannot depend on its neighbours.
+Order: adjustments (bias, allowed ids, bad words, penalties, ``min_tokens``), temperature, top-k, top-p, min-p, then the
+inverse of the cumulative distribution at the row's uniform number. Nothing is drawn from a state, and each row is
+computed by operations over that row alone, by a path that its own parameters choose: its token cannot depend on its
+neighbours.
 
 A token of probability zero is never drawn: the first one whose cumulative sum *exceeds* u * total has a positive share.
 
@@ -59,7 +60,8 @@ class Sampler:
         logprobs = None
         if raw is not None and metadata.logprob_rows is not None:
             chosen = token_ids.index_select(0, metadata.logprob_rows)
-            logprobs = compute_logprobs(raw, chosen, with_top=max(metadata.num_logprobs) > 0)
+            with_top = max(metadata.num_logprobs) > 0
+            logprobs = compute_logprobs(raw, chosen, with_top=with_top, requested=metadata.requested)
         return SamplerOutput(token_ids, best, logprobs)
 
     def _draw(

@@ -263,7 +263,7 @@ class ScriptedExecutor(Executor):
         else:
             token = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
         if row.sampling.logprobs >= 0:
-            output.logprobs[slot] = self._candidates([token], row.sampling.logprobs)
+            output.logprobs[slot] = self._candidates([token], row.sampling.logprobs, row.sampling.logprob_token_ids)
         return token
 
     def _reply(self, new: NewRequest) -> list[int]:
@@ -280,14 +280,15 @@ class ScriptedExecutor(Executor):
             return self._tokens
         return new.token_ids[: new.num_prompt_tokens]
 
-    def _candidates(self, token_ids: Sequence[int], num_top: int) -> LogprobRows:
+    def _candidates(self, token_ids: Sequence[int], num_top: int, requested: Sequence[int] = ()) -> LogprobRows:
         """Return made-up candidates: the drawn token is the most likely one, then its successors in the vocabulary."""
-        rows = LogprobRows(1 + num_top, [], [], [])
+        rows = LogprobRows(1 + num_top + len(requested), [], [], [])
         for token in token_ids:
             top = [(token + i) % self._vocab_size for i in range(num_top)]
-            rows.token_ids += [token, *top]
-            rows.logprobs += [-0.5, *(-0.5 - i for i in range(num_top))]
-            rows.ranks += [1, *range(1, num_top + 1)]
+            steps = [(token_id - token) % self._vocab_size for token_id in requested]
+            rows.token_ids += [token, *top, *requested]
+            rows.logprobs += [-0.5, *(-0.5 - i for i in range(num_top)), *(-0.5 - i for i in steps)]
+            rows.ranks += [1, *range(1, num_top + 1), *(i + 1 for i in steps)]
         return rows
 
     def _prompt_rows(self, row: _Row, start: int) -> LogprobRows:

@@ -30,6 +30,7 @@ __all__ = [
     "FinishedRequest",
     "LogprobRows",
     "ParkRequests",
+    "RareSampling",
     "SchedulerStats",
     "Shutdown",
     "StartupFailed",
@@ -46,6 +47,15 @@ class EngineFinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
+
+
+class RareSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What few requests ask for, apart so that the others pay one byte for all of it."""
+
+    bad_words: list[list[int]] = []  # the last id of each cannot follow an output that ends in those before it
+    logprob_token_ids: list[int] = []  # reported at each output position, after the top ones
+    repetition: tuple[int, int, int] | None = None  # shortest and longest pattern, and how often in a row ends it
 
 
 class EngineSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -68,6 +78,17 @@ class EngineSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] = []  # empty: all
+    rare: RareSampling | None = None
+
+    @property
+    def bad_words(self) -> list[list[int]]:
+        """Return the words of ``rare``."""
+        return [] if self.rare is None else self.rare.bad_words
+
+    @property
+    def logprob_token_ids(self) -> list[int]:
+        """Return the ids of ``rare``."""
+        return [] if self.rare is None else self.rare.logprob_token_ids
 
 
 # ------------------------------------------------------------------------------------------------- to the engine
@@ -180,9 +201,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
-    """Candidates at consecutive positions of one request: at each, the chosen token first, then the top ones in order.
+    """Candidates at consecutive positions of one request: at each, the chosen token, the top ones, the requested ones.
 
-    The three columns are flat: ``width`` entries per position (1 + the number of top tokens asked for).
+    The three columns are flat: ``width`` entries per position (1 + the number of top tokens asked for + the number of
+    ``logprob_token_ids``, which stand in the order in which they were asked for).
     """
 
     width: int

@@ -67,7 +67,7 @@ class InputBatch:
     def _free(self, slot: int) -> None:
         del self.slot_to_request_id[slot]
         self.slot_to_prompt_logprobs.pop(slot, None)
-        self.sampling.adjusted.pop(slot, None)
+        self.sampling.forget(slot)
         self.block_table.clear(slot)
 
     def _put(self, request: NewRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +12,14 @@ from asyncllm.kernels.base import Kernels
 from asyncllm.sampling.columns import SamplingColumns
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
-from asyncllm.wire.messages import EngineSampling
+from asyncllm.wire.messages import EngineSampling, RareSampling
 
 
 def sampling(**fields: object) -> EngineSampling:
-    return EngineSampling(**{"max_tokens": 100, **fields})  # pyright: ignore[reportArgumentType]
+    """Return the parameters with ``fields``, those of :class:`RareSampling` among them."""
+    rare: dict[str, Any] = {name: fields.pop(name) for name in RareSampling.__struct_fields__ if name in fields}
+    values: dict[str, Any] = {"max_tokens": 100, "rare": RareSampling(**rare) if any(rare.values()) else None}
+    return EngineSampling(**{**values, **fields})
 
 
 def sample(

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from asyncllm._request import ChatRequest, SamplingOptions, make_config, make_params
+from asyncllm._request import ChatRequest, PromptRequest, SamplingOptions, make_config, make_params
 from asyncllm.async_llm import AsyncLLM
 from asyncllm.config import EngineConfig
 from asyncllm.errors import ConfigError, InvalidParameterError
@@ -58,3 +58,11 @@ def test_template_options_that_no_template_can_be_given(options: Any) -> None:
     )
     with pytest.raises(InvalidParameterError, match="template_options"):
         request.process(Mock(), None)
+
+
+def test_a_prompt_that_is_cut_is_long_whatever_its_length() -> None:
+    """Its text is encoded as a whole, where a text too long for the model would be refused at once."""
+    inputs = Mock()
+    for num_kept, truncates in ((None, False), (-1, True), (5, True)):
+        PromptRequest(prompt="x", params=SamplingParams(truncate_prompt_tokens=num_kept)).is_long(inputs)
+        inputs.is_long.assert_called_with("x", truncates=truncates)

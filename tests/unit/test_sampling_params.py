@@ -44,6 +44,10 @@ from asyncllm.sampling_params import SamplingParams
         ("logit_bias", {-1: 0.5}),
         ("ignore_eos", 1),
         ("detokenize", "no"),
+        ("spaces_between_special_tokens", 1),
+        ("truncate_prompt_tokens", 0),
+        ("bad_words", [""]),
+        ("logprob_token_ids", [-1]),
     ],
 )
 def test_a_bad_value_is_named_with_its_limit(field: str, value: object) -> None:

@@ -138,3 +138,20 @@ def test_a_token_without_the_logprobs_asked_for_fails_its_request(front: FrontEn
     assert front.send(request, 97) == request.engine_ids
     assert isinstance(sink.error, RequestFailedError)
     assert "without the logprobs" in str(sink.error)
+
+
+def test_requested_tokens_are_told_from_the_most_likely(front: FrontEnd) -> None:
+    request, sink = front.open(logprobs=1, logprob_token_ids=[99, 100])
+    front.finish(request, 97, logprobs=logprobs(request, [97, 98, 99, 100]))
+    assert sink.completion is not None
+    for found in (sink.deltas[0].logprobs, sink.completion.logprobs):
+        assert found is not None
+        assert [top.token_id for top in found[0].top] == [98]
+        assert [(one.token_id, one.text, one.rank) for one in found[0].requested] == [(99, "c", 3), (100, "d", 4)]
+
+
+def test_requested_tokens_alone_need_no_logprobs(front: FrontEnd) -> None:
+    request, sink = front.open(logprob_token_ids=[98])
+    front.send(request, 97, logprobs=logprobs(request, [97, 98]))
+    [found] = sink.deltas[0].logprobs or []
+    assert (found.chosen.token_id, found.top, [one.token_id for one in found.requested]) == (97, [], [98])

@@ -489,3 +489,13 @@ def test_finished_rows_without_tokens_in_the_same_message(front: FrontEnd) -> No
     assert (first_sink.text, second_sink.text) == ("a", "")
     assert first_sink.completion is not None
     assert second_sink.completion is not None
+
+
+def test_a_repetition_is_delivered_whole_and_says_so(front: FrontEnd) -> None:
+    request, sink = front.open()
+    front.send(request, *b"aba")
+    front.finish(request, *b"b", reason=EngineFinishReason.REPETITION)
+    assert (sink.text, sink.token_ids) == ("abab", [97, 98, 97, 98])
+    for end in (sink.deltas[-1], sink.completion):
+        assert end is not None
+        assert (end.finish_reason, end.stop_reason) == (FinishReason.REPETITION, "repetition_detected")

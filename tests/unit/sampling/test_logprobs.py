@@ -58,3 +58,43 @@ def test_sampler_reports_the_logits_before_adjustments_and_temperature(logits: t
 
 def test_no_logprobs_unless_asked(logits: torch.Tensor) -> None:
     assert sample(logits, [sampling()] * 3).logprobs is None
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 2])
+def test_requested_tokens_follow_with_their_ranks(logits: torch.Tensor, num_logprobs: int) -> None:
+    """In their own order, those chosen or most likely included; beside rows that name fewer or none."""
+    best, least = int(logits[1].argmax()), int(logits[1].argmin())
+    wanted = [least, 7, best]
+    params = [
+        sampling(logprobs=1),
+        sampling(logprobs=num_logprobs, logprob_token_ids=wanted, logit_bias={11: 100.0}),
+        sampling(logprobs=3, logprob_token_ids=[99]),
+    ]
+    out = sample(logits, params)
+    assert out.logprobs is not None
+    first, row, last = out.logprobs.to_rows([1, num_logprobs, 3])
+    want = torch.log_softmax(logits.double(), 1)
+    assert (first.width, len(first.token_ids), last.width, last.token_ids[-1]) == (2, 2, 5, 99)
+    assert row.width == len(row.token_ids) == len(row.logprobs) == len(row.ranks) == 4 + num_logprobs
+    assert (row.token_ids[0], row.token_ids[-3:]) == (11, wanted)
+    assert row.logprobs == pytest.approx(want[1, row.token_ids].tolist(), abs=1e-5)
+    assert row.ranks[-3:] == [VOCAB, int((want[1] > want[1, 7]).sum()) + 1, 1]
+
+
+def test_equal_logits_have_equal_ranks() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 3.0, 2.0]])
+    out = sample(logits, [sampling(logprobs=0, logprob_token_ids=[5, 3, 1, 4, 0])])
+    assert out.logprobs is not None
+    [row] = out.logprobs.to_rows([0])
+    assert row.ranks == [1, 2, 5, 2, 1, 6]
+
+
+def test_a_rows_requested_logprobs_do_not_depend_on_its_neighbours(logits: torch.Tensor) -> None:
+    params = [sampling(logprobs=i, logprob_token_ids=list(range(i, 40, 7))[: 2 + i]) for i in range(3)]
+    out = sample(logits, params).logprobs
+    assert out is not None
+    together = out.to_rows([0, 1, 2])
+    for i in range(3):
+        alone = sample(logits[i : i + 1], [params[i]]).logprobs
+        assert alone is not None
+        assert alone.to_rows([i]) == [together[i]]

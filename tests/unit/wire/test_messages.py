@@ -23,6 +23,7 @@ from asyncllm.wire.messages import (
     FinishRequests,
     LogprobRows,
     ParkRequests,
+    RareSampling,
     SchedulerStats,
     Shutdown,
     StartupFailed,
@@ -32,7 +33,13 @@ from asyncllm.wire.messages import (
 )
 
 INPUTS = [
-    EngineCoreRequest(2**40, [1, 2, 3], EngineSampling(5, seed=2**64 - 1, logit_bias={3: -1.5}), -1, "salt"),
+    EngineCoreRequest(
+        2**40,
+        [1, 2, 3],
+        EngineSampling(5, seed=2**64 - 1, logit_bias={3: -1.5}, rare=RareSampling([[4], [5, 6]], [7], (1, 20, 3))),
+        -1,
+        "salt",
+    ),
     AbortRequests([1, 2]),
     FinishRequests([3]),
     ParkRequests([4], True),
@@ -111,3 +118,8 @@ def test_a_frame_that_is_no_message_is_a_decode_error() -> None:
 def test_a_step_of_256_plain_tokens_costs_few_bytes_per_token() -> None:
     outputs = EngineCoreOutputs(list(range(1000, 1256)), [40_000] * 256, stats=SchedulerStats(256, 0, 1000))
     assert len(make_encoder()(outputs)) / 256 < 7
+
+
+def test_a_plain_request_costs_few_bytes_beside_its_prompt() -> None:
+    """Options that it does not use are a byte at most."""
+    assert len(make_encoder()(EngineCoreRequest(1000, [], EngineSampling(5)))) <= 77

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -209,3 +211,45 @@ def test_the_step_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyP
             patch.setattr(torch.Tensor, name, refuse)
         pending = driver.runner.execute(step)
     assert all(token >= 0 for token in pending.result().token_ids)
+
+
+def free_of(tokens: list[int], words: list[list[int]]) -> bool:
+    return not any(tokens[i : i + len(word)] == word for word in words for i in range(len(tokens)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_bad_words_hold_through_batches_chunks_and_preemption(backend: str) -> None:
+    """Words are taken from what each request would say without them: of one, two and three tokens."""
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 1}, {"temperature": 0.8, "top_k": 20, "seed": 2}]
+    params: list[EngineSampling] = []
+    for index, kind in enumerate(kinds):
+        plain = alone(index, sampling(**kind), backend=backend)
+        words = [[plain[1]], plain[3:5], plain[7:10]]
+        params.append(sampling(bad_words=words, **kind))
+        assert not free_of(plain, words)
+    expected = {index: alone(index, one, backend=backend) for index, one in enumerate(params)}
+    assert all(free_of(expected[index], one.bad_words) for index, one in enumerate(params))
+    driver = Driver(make_runner(backend=backend))
+    for index, one in enumerate(params):
+        driver.add(index, PROMPTS[index], one)
+    driver.add(3, PROMPTS[3], sampling())
+    driver.generate(4, chunk=3)
+    driver.release(0)
+    driver.release(2)
+    driver.step({1: 1, 3: 1})
+    driver.step({2: 5, 1: 1})  # comes back in chunks, into another slot
+    found = driver.generate(COUNT, chunk=4)
+    assert {index: found[index] for index in expected} == expected
+
+
+def test_requested_logprobs_come_with_every_token_and_go_with_their_request() -> None:
+    driver = Driver(make_runner())
+    first = driver.add(0, PROMPTS[0], sampling(logprobs=0, logprob_token_ids=[9, 4]))
+    driver.add(1, PROMPTS[1], sampling(logprobs=1))
+    driver.generate(3)
+    assert [rows.token_ids for rows in first.logprobs] == [[token, 9, 4] for token in first.output]
+    driver.release(0)
+    del driver.requests[0]
+    second = driver.add(2, PROMPTS[2], sampling(logprobs=0))  # takes the slot
+    driver.generate(5)
+    assert [rows.width for rows in second.logprobs] == [1] * 5
