@@ -1,5 +1,6 @@
 // Packing weights into panels at load time, and reading single rows back (embedding lookup from a tied head).
 #include "formats.h"
+#include "quantize_weights.h"
 #include "threads.h"
 
 namespace allm {
@@ -15,17 +16,55 @@ float source_value(int32_t format, const void* source, int64_t index) {
     }
 }
 
+using Quantize = void (*)(const float* x, uint8_t* block);
+
+// What quantizes plain numbers to blocks of this source; null: nothing does.
+Quantize quantizer(int32_t format) {
+    switch (is_integer(format) ? format - ALLM_INTEGER : format) {
+        case ALLM_Q8_0: return quantize_q8_0;
+        case ALLM_Q4_1: return quantize_q4_1;
+        default: return nullptr;
+    }
+}
+
+constexpr bool is_plain(int32_t format) { return format >= ALLM_F32 && format <= ALLM_F16; }
+
+bool can_pack(int32_t format, int32_t source_format) {
+    if (is_plain(source_format)) return is_plain(format) || quantizer(format);
+    return source_format == (is_integer(format) ? format - ALLM_INTEGER : format);
+}
+
+template <class Format>
+void pack_blocks(uint8_t* panel, int column, int64_t k, const uint8_t* source) {
+    constexpr int PARTS_OF_SOURCE = Format::SOURCE_BLOCK / Format::BLOCK;
+    for (int64_t b = 0; b < k / Format::BLOCK; b++)
+        Format::put_block(panel + b * Format::BYTES, column, source + b / PARTS_OF_SOURCE * Format::SOURCE_BYTES,
+                          (int)(b % PARTS_OF_SOURCE));
+}
+
+// One row of plain numbers, quantized. Where K ends within a block, the rest of it counts as zeros.
+template <class Format>
+void pack_quantized(uint8_t* panel, int column, int64_t k, int32_t source_format, const void* source, int64_t row) {
+    for (int64_t first = 0; first < k; first += WEIGHT_BLOCK, panel += Format::BYTES) {
+        float values[WEIGHT_BLOCK] = {};
+        uint8_t block[Format::SOURCE_BYTES];
+        for (int64_t i = 0; i < smaller<int64_t>(WEIGHT_BLOCK, k - first); i++)
+            values[i] = source_value(source_format, source, row * k + first + i);
+        quantizer(Format::ID)(values, block);
+        Format::put_block(panel, column, block, 0);
+    }
+}
+
 template <class Format>
 void pack_row(uint8_t* panel, int column, int64_t k, int32_t source_format, const void* source, int64_t row) {
-    if constexpr (Format::QUANTIZED) {
-        constexpr int PARTS_OF_SOURCE = Format::SOURCE_BLOCK / Format::BLOCK;
-        const uint8_t* from = (const uint8_t*)source + row * (k / Format::SOURCE_BLOCK) * Format::SOURCE_BYTES;
-        for (int64_t b = 0; b < k / Format::BLOCK; b++)
-            Format::put_block(panel + b * Format::BYTES, column, from + b / PARTS_OF_SOURCE * Format::SOURCE_BYTES,
-                              (int)(b % PARTS_OF_SOURCE));
-    } else {
+    if constexpr (!Format::QUANTIZED) {
         for (int64_t i = 0; i < k; i++)
             Format::put(panel + i * Format::BYTES, 0, column, source_value(source_format, source, row * k + i));
+    } else if (!is_plain(source_format)) {
+        const int64_t row_bytes = k / Format::SOURCE_BLOCK * Format::SOURCE_BYTES;
+        pack_blocks<Format>(panel, column, k, (const uint8_t*)source + row * row_bytes);
+    } else if constexpr (Format::SOURCE_BLOCK == WEIGHT_BLOCK) {
+        pack_quantized<Format>(panel, column, k, source_format, source, row);
     }
 }
 
@@ -35,10 +74,6 @@ void unpack_row(const uint8_t* panel, int column, int64_t k, float scale, float*
         const uint8_t* block = panel + i / Format::BLOCK * Format::BYTES;
         out[i] = scale * Format::get(block, (int)(i % Format::BLOCK), column);
     }
-}
-
-bool can_pack(int32_t format, int32_t source_format) {
-    return format == source_format || (format >= 0 && format <= ALLM_F16 && source_format >= 0 && source_format <= ALLM_F16);
 }
 
 }  // namespace
@@ -51,7 +86,8 @@ int64_t allm_packed_bytes(int32_t format, int64_t n, int64_t k) {
     if (n < 1 || k < 1) return bytes;
     with_format(format, [&](auto f) {
         using Format = decltype(f);
-        if (k % source_block<Format>() == 0) bytes = ceil_div(n, P) * panel_bytes<Format>(k);
+        bool filled_up = is_integer(format) && quantizer(format);
+        if (filled_up || k % source_block<Format>() == 0) bytes = ceil_div(n, P) * panel_bytes<Format>(k);
     });
     return bytes;
 }
@@ -59,7 +95,7 @@ int64_t allm_packed_bytes(int32_t format, int64_t n, int64_t k) {
 int32_t allm_pack_rows(allm_pool* pool, int32_t format, void* packed, int64_t n, int64_t k, int64_t first_row, int64_t rows,
                        int32_t source_format, const void* source) {
     if (allm_packed_bytes(format, n, k) < 0 || first_row < 0 || rows < 0 || first_row + rows > n) return ALLM_BAD_ARGUMENT;
-    if (!can_pack(format, source_format)) return ALLM_BAD_ARGUMENT;
+    if (!can_pack(format, source_format) || (!is_plain(source_format) && k % WEIGHT_BLOCK)) return ALLM_BAD_ARGUMENT;
     int32_t status = ALLM_BAD_ARGUMENT;
     with_format(format, [&](auto f) {
         using Format = decltype(f);
