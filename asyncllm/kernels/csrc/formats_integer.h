@@ -32,7 +32,7 @@ struct Factors {
 template <int BITS, int OFFSET, bool F16, bool MINIMA_, int BLOCK_>
 struct IntegerBlocks {
     static constexpr int BLOCK = BLOCK_;
-    static constexpr bool MINIMA = MINIMA_, NIBBLES = BITS == 4;
+    static constexpr bool MINIMA = MINIMA_, NIBBLES = BITS == 4, WIDE = false;
     using Head = Factors<F16, MINIMA>;
     static constexpr int PAIR = NIBBLES ? P : 2 * P;  // bytes of one pair of k
     static constexpr int BYTES = Head::HEAD + BLOCK / 2 * PAIR;
@@ -68,6 +68,36 @@ struct IntegerBlocks {
     static float get(const uint8_t* block, int i, int column) {
         float scaled = Head::get(block, 0, column) * (float)number(block, i, column);
         return MINIMA ? scaled + Head::get(block, 1, column) : scaled;
+    }
+};
+
+// The same widened to 16 bits, in the scratch memory of a thread that uses them for many rows: [P] fp32 factors, [P] minima
+// if there are any, then the pairs as they are multiplied.
+template <bool MINIMA_, int BLOCK_>
+struct WideBlocks {
+    static constexpr int BLOCK = BLOCK_, PAIR = 4 * P;
+    static constexpr bool MINIMA = MINIMA_, NIBBLES = false, WIDE = true;
+    using Head = Factors<false, MINIMA>;
+    static constexpr int BYTES = Head::HEAD + BLOCK / 2 * PAIR;
+
+    static ALLM_INLINE vf factors(const uint8_t* block, int half) { return Head::load_half(block, 0, half); }
+    static ALLM_INLINE vf minima(const uint8_t* block, int half) { return Head::load_half(block, 1, half); }
+    static ALLM_INLINE void pairs(const uint8_t* block, int pair, vh& low, vh& high) {
+        const vh* both = (const vh*)(block + Head::HEAD + pair * PAIR);
+        low = both[0];
+        high = both[1];
+    }
+
+    template <class Format>
+    static void expand(const uint8_t* from, uint8_t* to) {
+        for (int half = 0; half < 2; half++) {
+            store((float*)to + half * W, Format::factors(from, half));
+            if constexpr (MINIMA) store((float*)to + P + half * W, Format::minima(from, half));
+        }
+        for (int pair = 0; pair < BLOCK / 2; pair++) {
+            vh* both = (vh*)(to + Head::HEAD + pair * PAIR);
+            Format::pairs(from, pair, both[0], both[1]);
+        }
     }
 };
 

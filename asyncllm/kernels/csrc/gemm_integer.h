@@ -6,11 +6,10 @@
 
 namespace allm {
 
-constexpr int INTEGER_KC = 512;  // k that one panel of expanded weights holds
+constexpr int INTEGER_KC = 512;  // k that one panel of widened weights holds
 
-// Memory of one thread for a panel of weights widened to 16 bits, with its factors and minima in fp32.
-struct IntegerScratch {
-    alignas(64) uint8_t panel[INTEGER_KC / GROUP * (2 * P * GROUP + 2 * 4 * P)];
+struct IntegerScratch {  // of one thread
+    alignas(64) uint8_t panel[INTEGER_KC / 16 * WideBlocks<true, 16>::BYTES];  // these take the most
 };
 
 // y = rows [first_row, first_row + rows) of x times `count` whole panels from `first_panel` on.
