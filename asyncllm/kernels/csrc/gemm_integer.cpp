@@ -35,12 +35,13 @@ constexpr int widen_rows() {
     return NUM_REGISTERS == 16 && Format::NIBBLES ? 16 : 1 << 30;
 }
 
-// How many panels a tile of this many rows takes. With 16 registers nibbles need one more, for a mask.
+// How many panels a tile of this many rows takes. With 16 registers nibbles need one or two more, for a mask and an offset.
 template <class Format>
 constexpr int panels_for(int rows) {
     if (Format::WIDE) return 1;
     int most = is_main<Format> ? MAX_PANELS : 2;
-    int panels = (NUM_REGISTERS == 16 && Format::NIBBLES && rows == 2 ? 4 : MAX_ROWS) / rows;
+    bool few = NUM_REGISTERS == 16 && (!is_main<Format> || (Format::NIBBLES && rows == 2));
+    int panels = (few ? 4 : MAX_ROWS) / rows;
     return panels > most ? most : panels < 1 ? 1 : panels;
 }
 
