@@ -204,7 +204,7 @@ def _check_types(kind: type[Any], values: dict[str, Any]) -> None:
     kinds = get_type_hints(kind)
     for f in dataclasses.fields(kind):
         known = kinds[f.name]
-        if f.name not in values or Literal in map(get_origin, (known, *get_args(known))):
+        if f.name not in values or any(get_origin(kind) is Literal for kind in (known, *get_args(known))):
             continue
         try:
             msgspec.convert(values[f.name], known)

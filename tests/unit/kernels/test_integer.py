@@ -20,9 +20,7 @@ EPSILON = 2.0**-24
 """Half a unit in the last place of float32: the error of one rounding."""
 
 
-def packed(
-    kernels: NativeKernels, stored_as: Format, n: int = 200, k: int = 1280
-) -> tuple[PackedWeight, torch.Tensor]:
+def packed(kernels: NativeKernels, stored_as: Format, n: int = 200, k: int = 1280) -> tuple[PackedWeight, torch.Tensor]:
     """Return a weight for integer products, and its values."""
     rows = gguf_rows(n, k, stored_as)
     return kernels.pack_blocks(rows, stored_as, integer=True), gguf_values(rows, stored_as)

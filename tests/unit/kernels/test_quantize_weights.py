@@ -52,7 +52,9 @@ def test_no_block_of_four_bits_is_worse_than_with_its_extremes(kernels: NativeKe
     values = heavy_tailed()
     blocks = gguf.quantize(values.numpy(), gguf.GGMLQuantizationType.Q4_1)
     plain = torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q4_1))
-    errors = [(each - values).double().square().view(60, -1, 32).sum(-1) for each in (plain, all_rows(kernels, values, Q4_1))]
+    errors = [
+        (each - values).double().square().view(60, -1, 32).sum(-1) for each in (plain, all_rows(kernels, values, Q4_1))
+    ]
     assert (errors[1] <= errors[0] * 1.001 + 1e-12).all()
 
 
