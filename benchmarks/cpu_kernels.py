@@ -1,6 +1,6 @@
 """How near are the native CPU kernels to what this machine can do, and how far ahead of torch?
 
-    python benchmarks/cpu_kernels.py [--shape smollm2] [--formats BF16 Q4_1 int8 Q4_1/int] [--threads 2] [--isa x86-64-v3]
+    python benchmarks/cpu_kernels.py [--shape smollm2] [--formats BF16 int8 Q4_1/int] [--threads 2] [--isa x86-64-v3]
 
 The roofs come first, in the same run: multiply-adds in registers, and reading memory that no cache holds. Then, on
 random weights in the shape of a model: all linear layers and the head for M rows (requests that decode, or tokens of a
