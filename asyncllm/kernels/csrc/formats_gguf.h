@@ -35,6 +35,7 @@ struct F16Scales {
     static float factor(const uint8_t* block, int column) { return f16_at(block, column); }
     static float minimum(const uint8_t*, int) { return 0.0f; }
     static void put_factors(uint8_t* block, int column, const uint8_t* scale) { memcpy(block + 2 * column, scale, 2); }
+    static void put_line(uint8_t* block, int column, float scale, float) { ((uint16_t*)block)[column] = to_f16(scale); }
 };
 
 // [P] fp16 scales, [P] fp16 minima
@@ -51,6 +52,10 @@ struct F16ScalesAndMinima {
     static void put_factors(uint8_t* block, int column, const uint8_t* both) {
         memcpy(block + 2 * column, both, 2);
         memcpy(block + 2 * P + 2 * column, both + 2, 2);
+    }
+    static void put_line(uint8_t* block, int column, float scale, float minimum) {
+        ((uint16_t*)block)[column] = to_f16(scale);
+        ((uint16_t*)block)[P + column] = to_f16(minimum);
     }
 };
 
@@ -154,6 +159,7 @@ struct Blocks : Factors, Rows {
     static void put_number(uint8_t* block, int i, int column, int number) {
         Rows::put(block + Factors::HEAD + i * Rows::ROW, column, number);
     }
+    static void clear(uint8_t* block, int i, int column) { block[Factors::HEAD + i * Rows::ROW + column % W] = 0; }
     static int number(const uint8_t* block, int i, int column) {
         return Rows::get(block + Factors::HEAD + i * Rows::ROW, column);
     }

@@ -53,6 +53,10 @@ struct IntegerBlocks {
         }
     }
 
+    static void put_line(uint8_t* block, int column, float factor, float minimum) {
+        Head::put(block, 0, column, factor);
+        if (MINIMA) Head::put(block, 1, column, minimum);
+    }
     static int place(int i, int column) {
         return Head::HEAD + i / 2 * PAIR + 2 * (column % W) + i % 2 + (NIBBLES || column < W ? 0 : P);
     }
@@ -117,10 +121,10 @@ struct Integer : IntegerBlocksOf<Source> {
     static constexpr bool QUANTIZED = true;
 
     static void put_block(uint8_t* block, int column, const uint8_t* source, int part) {
-        uint8_t own[Source::BYTES] = {};
+        uint8_t own[Source::BYTES];
+        for (int i = 0; i < Source::BLOCK; i++) Source::clear(own, i, 0);  // the one column that is used
         Source::put_block(own, 0, source, part);
-        Panel::Head::put(block, 0, column, Source::factor(own, 0));
-        if (Source::MINIMA) Panel::Head::put(block, 1, column, Source::minimum(own, 0));
+        Panel::put_line(block, column, Source::factor(own, 0), Source::minimum(own, 0));
         for (int i = 0; i < Source::BLOCK; i++) Panel::put_number(block, i, column, Source::number(own, i, 0));
     }
 };

@@ -16,13 +16,13 @@ float source_value(int32_t format, const void* source, int64_t index) {
     }
 }
 
-using Quantize = void (*)(const float* x, uint8_t* block);
+using Quantize = void (*)(WeightBlocks& blocks);
 
-// What quantizes plain numbers to blocks of this source; null: nothing does.
+// What makes this format of plain numbers; null: nothing does.
 Quantize quantizer(int32_t format) {
     switch (is_integer(format) ? format - ALLM_INTEGER : format) {
-        case ALLM_Q8_0: return quantize_q8_0;
-        case ALLM_Q4_1: return quantize_q4_1;
+        case ALLM_Q8_0: return quantize_8_bits;
+        case ALLM_Q4_1: return quantize_4_bits;
         default: return nullptr;
     }
 }
@@ -42,29 +42,54 @@ void pack_blocks(uint8_t* panel, int column, int64_t k, const uint8_t* source) {
                           (int)(b % PARTS_OF_SOURCE));
 }
 
-// One row of plain numbers, quantized. Where K ends within a block, the rest of it counts as zeros.
+struct Source {  // rows of plain numbers
+    int32_t format;
+    const void* numbers;
+    int64_t k;
+};
+
+// 32 numbers of up to W rows from `row` and `first` on, one row per lane; what lies beyond the rows and K is zero.
+void load_blocks(const Source& source, int64_t row, int64_t rows, int64_t first, WeightBlocks& blocks) {
+    float values[WEIGHT_BLOCK][W] = {};
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < smaller<int64_t>(WEIGHT_BLOCK, source.k - first); i++)
+            values[i][r] = source_value(source.format, source.numbers, (row + r) * source.k + first + i);
+    for (int i = 0; i < WEIGHT_BLOCK; i++) blocks.x[i] = load(values[i]);
+}
+
+// Up to W rows of plain numbers as columns of a panel, quantized.
 template <class Format>
-void pack_quantized(uint8_t* panel, int column, int64_t k, int32_t source_format, const void* source, int64_t row) {
-    for (int64_t first = 0; first < k; first += WEIGHT_BLOCK, panel += Format::BYTES) {
-        float values[WEIGHT_BLOCK] = {};
-        uint8_t block[Format::SOURCE_BYTES];
-        for (int64_t i = 0; i < smaller<int64_t>(WEIGHT_BLOCK, k - first); i++)
-            values[i] = source_value(source_format, source, row * k + first + i);
-        quantizer(Format::ID)(values, block);
-        Format::put_block(panel, column, block, 0);
+void pack_quantized(uint8_t* panel, int column, const Source& source, int64_t row, int64_t rows) {
+    for (int64_t first = 0; first < source.k; first += WEIGHT_BLOCK, panel += Format::BYTES) {
+        WeightBlocks blocks;
+        load_blocks(source, row, rows, first, blocks);
+        quantizer(Format::ID)(blocks);
+        for (int64_t r = 0; r < rows; r++) Format::put_line(panel, column + (int)r, blocks.scale[r], blocks.minimum[r]);
+        for (int i = 0; i < WEIGHT_BLOCK; i++) {
+            vi numbers = __builtin_convertvector(blocks.numbers[i], vi);
+            for (int64_t r = 0; r < rows; r++) Format::put_number(panel, i, column + (int)r, numbers[r]);
+        }
     }
 }
 
+// Rows [from, to) of the weight, which are those from `row` on of the source. Returns how many it packed.
 template <class Format>
-void pack_row(uint8_t* panel, int column, int64_t k, int32_t source_format, const void* source, int64_t row) {
+int64_t pack_some(uint8_t* packed, int64_t from, int64_t to, int32_t source_format, const void* source, int64_t k, int64_t row) {
+    uint8_t* panel = packed + from / P * panel_bytes<Format>(k);
+    const int column = (int)(from % P);
     if constexpr (!Format::QUANTIZED) {
         for (int64_t i = 0; i < k; i++)
             Format::put(panel + i * Format::BYTES, 0, column, source_value(source_format, source, row * k + i));
-    } else if (!is_plain(source_format)) {
+        return 1;
+    } else {
+        if constexpr (Format::ID % ALLM_INTEGER == ALLM_Q8_0 || Format::ID % ALLM_INTEGER == ALLM_Q4_1) {
+            int64_t rows = smaller<int64_t>(smaller<int64_t>(W, to - from), P - column);
+            if (is_plain(source_format)) pack_quantized<Format>(panel, column, {source_format, source, k}, row, rows);
+            if (is_plain(source_format)) return rows;
+        }
         const int64_t row_bytes = k / Format::SOURCE_BLOCK * Format::SOURCE_BYTES;
         pack_blocks<Format>(panel, column, k, (const uint8_t*)source + row * row_bytes);
-    } else if constexpr (Format::SOURCE_BLOCK == WEIGHT_BLOCK) {
-        pack_quantized<Format>(panel, column, k, source_format, source, row);
+        return 1;
     }
 }
 
@@ -104,9 +129,8 @@ int32_t allm_pack_rows(allm_pool* pool, int32_t format, void* packed, int64_t n,
         auto chunk = [&](int64_t index, uint8_t*) {
             int64_t from = larger(begin + index * ROWS_PER_CHUNK, first_row);
             int64_t to = smaller(begin + (index + 1) * ROWS_PER_CHUNK, first_row + rows);
-            for (int64_t row = from; row < to; row++)
-                pack_row<Format>((uint8_t*)packed + row / P * panel_bytes<Format>(k), (int)(row % P), k, source_format,
-                                 source, row - first_row);
+            while (from < to)
+                from += pack_some<Format>((uint8_t*)packed, from, to, source_format, source, k, from - first_row);
         };
         status = parallel_for(pool, ceil_div(first_row + rows - begin, ROWS_PER_CHUNK), 0, chunk);
     });

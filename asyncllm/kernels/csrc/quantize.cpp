@@ -82,6 +82,8 @@ void quantize_row(const float* x, int64_t k, int16_t* values, GroupFactors* fact
 
 int32_t quantize_rows(allm_pool* pool, const float* x, int64_t x_stride, int64_t m, int64_t k, QuantizedRows* rows) {
     const int64_t groups = ceil_div(k, GROUP), width = groups * GROUP;
+    *rows = {nullptr, nullptr, groups};
+    if (m == 0) return ALLM_OK;
     uint8_t* start = (uint8_t*)reserve(m * groups * (GROUP * sizeof(int16_t) + sizeof(GroupFactors)));
     if (!start) return ALLM_NO_MEMORY;
     *rows = {(int16_t*)start, (GroupFactors*)(start + m * width * sizeof(int16_t)), groups};

@@ -1,16 +1,26 @@
-// Weights that a checkpoint stores unquantized as blocks of Q8_0 and Q4_1.
+// Weights that a checkpoint stores unquantized as numbers of 8 or 4 bits.
+//
+// W blocks are quantized at once, one per lane: every lane does the operations of its own block in one order, so that the
+// numbers do not depend on the vector width.
 #pragma once
 
-#include <stdint.h>
+#include "simd.h"
 
 namespace allm {
 
 constexpr int WEIGHT_BLOCK = 32;
 
-// The blocks of ggml's quantize_row_q8_0_ref, bit for bit: scale = greatest magnitude / 127, halves rounded away from zero.
-void quantize_q8_0(const float* x, uint8_t* block);
+// Lane r of x[i]: the i-th weight of block r. What comes out: weight = scale * number + minimum.
+struct WeightBlocks {
+    vf x[WEIGHT_BLOCK];
+    vf scale, minimum;
+    vf numbers[WEIGHT_BLOCK];
+};
 
-// 4 bits with the scale and minimum that give the least squared error of those tried.
-void quantize_q4_1(const float* x, uint8_t* block);
+// As ggml's quantize_row_q8_0_ref, bit for bit: scale = greatest magnitude / 127, halves are rounded away from zero.
+void quantize_8_bits(WeightBlocks& blocks);
+
+// Numbers 0 … 15, with the scale and minimum of least squared error among those tried.
+void quantize_4_bits(WeightBlocks& blocks);
 
 }  // namespace allm

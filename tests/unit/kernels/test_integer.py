@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -180,9 +181,20 @@ def test_zeros_and_the_smallest_numbers_give_zero(kernels: NativeKernels) -> Non
 
 
 def test_nothing_is_done_for_no_rows(kernels: NativeKernels) -> None:
+    """Also in a thread that has no memory for quantized rows yet."""
     weight, _ = packed(kernels, Format.Q8_0, 10, 32)
-    assert kernels.linear(torch.empty(0, 32), weight).shape == (0, 10)
-    assert kernels.head(torch.empty(0, 32), weight).best.shape == (0,)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(kernels.linear, torch.empty(0, 32), weight).result().shape == (0, 10)
+        assert thread.submit(kernels.head, torch.empty(0, 32), weight).result().best.shape == (0,)
+
+
+def test_threads_that_call_at_once_do_not_share_their_quantized_rows(kernels: NativeKernels) -> None:
+    weight, _ = packed(kernels, Format.Q8_0)
+    inputs = [torch.randn(64, weight.k) for _ in range(8)]
+    expected = [kernels.linear(x, weight) for x in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda x: kernels.linear(x, weight), inputs * 4))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected * 4, strict=True))
 
 
 def test_wrong_weights_are_refused(kernels: NativeKernels) -> None:
