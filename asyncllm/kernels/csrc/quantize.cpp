@@ -48,12 +48,6 @@ ALLM_INLINE float greatest(const float* x) {
     return __builtin_bit_cast(float, max_lane(top));
 }
 
-ALLM_INLINE int32_t sum_lanes(vi x) {
-    int32_t total = 0;
-    for (int i = 0; i < W; i++) total += x[i];
-    return total;
-}
-
 void quantize_group(const float* x, int16_t* values, GroupFactors& factors) {
     float top = greatest(x);
     float scale = top < NOTHING ? 0.0f : top / LARGEST;

@@ -73,15 +73,43 @@ ALLM_INLINE vf to_float(vi x) { return __builtin_convertvector(x, vf); }
 
 ALLM_INLINE vi max(vi a, vi b) { return a > b ? a : b; }
 
-ALLM_INLINE int32_t max_lane(vi x) {
+// Fold the lanes of x by one operation, in any order: they are integers.
+template <class Operation>
+ALLM_INLINE int32_t fold_lanes(vi x, Operation&& both) {
+#if ALLM_AVX512 || ALLM_AVX2
 #if ALLM_AVX512
-    return _mm512_reduce_max_epi32((__m512i)x);
+    __m256i half = both(_mm512_castsi512_si256((__m512i)x), _mm512_extracti64x4_epi64((__m512i)x, 1));
 #else
-    int32_t best = x[0];
-    for (int i = 1; i < W; i++) best = x[i] > best ? x[i] : best;
-    return best;
+    __m256i half = (__m256i)x;
+#endif
+    half = both(half, _mm256_permute2x128_si256(half, half, 1));
+    half = both(half, _mm256_shuffle_epi32(half, 0x4e));
+    half = both(half, _mm256_shuffle_epi32(half, 0xb1));
+    return _mm256_cvtsi256_si32(half);
+#else
+    vi low{x[0]}, high{x[1]};
+    for (int i = 2; i < W; i += 2) {
+        low = both(low, vi{x[i]});
+        high = both(high, vi{x[i + 1]});
+    }
+    return both(low, high)[0];
 #endif
 }
+#if ALLM_AVX512 || ALLM_AVX2
+ALLM_INLINE int32_t max_lane(vi x) {
+    return fold_lanes(x, [](__m256i a, __m256i b) ALLM_LAMBDA_INLINE { return _mm256_max_epi32(a, b); });
+}
+ALLM_INLINE int32_t sum_lanes(vi x) {
+    return fold_lanes(x, [](__m256i a, __m256i b) ALLM_LAMBDA_INLINE { return _mm256_add_epi32(a, b); });
+}
+#else
+ALLM_INLINE int32_t max_lane(vi x) {
+    return fold_lanes(x, [](vi a, vi b) ALLM_LAMBDA_INLINE { return max(a, b); });
+}
+ALLM_INLINE int32_t sum_lanes(vi x) {
+    return fold_lanes(x, [](vi a, vi b) ALLM_LAMBDA_INLINE { return a + b; });
+}
+#endif
 
 // W integers that fit into 16 bits
 ALLM_INLINE void store_i16(int16_t* p, vi x) {
