@@ -1,7 +1,7 @@
 // Quantizing activations. A group's scale is its greatest magnitude / 32767; each number is rounded to the nearest integer,
 // halves to even. The error is at most 1/65534 of the group's greatest number: far below that of 8-bit weights.
 //
-// A group with a NaN or an infinity gets a scale that is none either, so that a product with it is not finite: as in fp32.
+// A group with a NaN or an infinity gets a NaN for its scale, so that a product with it is not finite: as in fp32.
 #include "quantize.h"
 
 #include <pthread.h>
@@ -50,6 +50,11 @@ ALLM_INLINE float greatest(const float* x) {
 
 void quantize_group(const float* x, int16_t* values, GroupFactors& factors) {
     float top = greatest(x);
+    if (!(top < INFINITY)) {
+        memset(values, 0, GROUP * sizeof(int16_t));
+        factors = {NAN, NAN, {NAN, NAN}};
+        return;
+    }
     float scale = top < NOTHING ? 0.0f : top / LARGEST;
     vf inverse = broadcast(top < NOTHING ? 0.0f : LARGEST / top);
     const vf magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer and leaves it in the low bits
