@@ -65,7 +65,7 @@ def test_integer_products_hardly_ever_change_the_most_likely_token(smollm2_gguf:
 def test_neighbours_and_chunks_change_no_bit(smollm2_folder: Path, pieces: list[list[int]], quantization: str) -> None:
     model = build(smollm2_folder, quantization)
     alone = logits(model, pieces)
-    driver = FlatDriver(model, kernels=native_kernels(), max_tokens=PIECE)
+    driver = FlatDriver(model, kernels=native_kernels(), max_rows=NUM_PIECES, max_tokens=PIECE)
     first = driver.step({row: piece[: 16 + row] for row, piece in enumerate(pieces)})
     rest = driver.step({row: piece[16 + row :] for row, piece in enumerate(pieces)})
     for row in range(NUM_PIECES):
