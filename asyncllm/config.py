@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -44,11 +44,15 @@ class ModelConfig:
     """Jinja text of a chat template that replaces the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = AUTO
     """Arithmetic and weight dtype. ``auto`` on a CPU: float32, equal to transformers in float32."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Quantize weights that are stored unquantized, in groups of 32, and multiply all quantized weights in integers."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; ``None``: what the model was made for, lowered if memory holds less."""
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.quantization not in (None, "int8", "int4"):
+            _refuse("quantization", self.quantization, "None, 'int8' or 'int4'")
         _at_least("max_model_len", self.max_model_len, 1)
 
 
@@ -208,10 +212,11 @@ def _check_types(kind: type[Any], values: dict[str, Any]) -> None:
     """Refuse values of the wrong type, which the section itself does not look for."""
     kinds = get_type_hints(kind)
     for f in dataclasses.fields(kind):
-        if f.name not in values or get_origin(kinds[f.name]) is Literal:
+        known = kinds[f.name]
+        if f.name not in values or any(get_origin(kind) is Literal for kind in (known, *get_args(known))):
             continue
         try:
-            msgspec.convert(values[f.name], kinds[f.name])
+            msgspec.convert(values[f.name], known)
         except (msgspec.ValidationError, UnicodeEncodeError):
             _refuse(f.name, values[f.name], WORDS.get(str(f.type), f"of type {f.type}"))
 

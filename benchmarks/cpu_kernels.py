@@ -1,13 +1,14 @@
 """How near are the native CPU kernels to what this machine can do, and how far ahead of torch?
 
-    python benchmarks/cpu_kernels.py [--shape smollm2] [--formats BF16 F32 Q8_0 Q4_1] [--kv-formats F32 BF16 F16 I8]
+    python benchmarks/cpu_kernels.py [--shape smollm2] [--formats BF16 int8 Q4_1/int] [--kv-formats F32 BF16 F16 I8]
                                      [--threads 2] [--isa x86-64-v3]
 
 The roofs come first, in the same run: multiply-adds in registers, and reading memory that no cache holds. Then, on
 random weights in the shape of a model: all linear layers and the head for M rows (requests that decode, or tokens of a
 prompt), paged attention for each format of keys and values, and whole decoder steps with the first of these. `roof` is
-the share of the nearer roof. torch: the same linear layers through `torch.nn.functional.linear` in float32, and through
-the method that the torch path of this package uses.
+the share of the nearer roof; integer products (int8, int4, and stored blocks such as Q4_1/int) can pass that of fp32
+multiply-adds. torch: the same linear layers through `torch.nn.functional.linear` in float32, and through the method
+that the torch path of this package uses.
 Each figure has the best and the median of its rounds: on a busy machine they differ, and the line holds the load.
 """
 
@@ -17,7 +18,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import report
@@ -58,6 +59,19 @@ SHAPES = {
 }
 
 
+class Storage(NamedTuple):
+    """How weights are stored and multiplied."""
+
+    format: Format
+    integer: bool = False
+
+    @classmethod
+    def of(cls, name: str) -> Storage:
+        if name in ("int8", "int4"):
+            return cls(Format.Q8_0 if name == "int8" else Format.Q4_1, True)
+        return cls(Format[name.removesuffix("/int")], name.endswith("/int"))
+
+
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.kernels = NativeKernels(args.threads, args.isa)
@@ -93,15 +107,20 @@ class Bench:
 
     # ---- linear layers -----------------------------------------------------------------------------------------------
 
-    def weight(self, n: int, k: int, stored_as: Format) -> PackedWeight:
+    def weight(self, n: int, k: int, storage: Storage) -> PackedWeight:
+        stored_as = storage.format
         if not stored_as.is_quantized:
             return self.kernels.pack((torch.randn(n, k) * 0.02).to(stored_as.dtype), stored_as)
-        blocks = torch.randint(0, 60, (n, k // 32 * stored_as.block_bytes), dtype=torch.uint8)  # small fp16 scales
-        return self.kernels.pack_blocks(blocks, stored_as)
+        blocks = torch.randint(0, 60, (n, stored_as.row_bytes(k)), dtype=torch.uint8)  # small fp16 scales
+        return self.kernels.pack_blocks(blocks, stored_as, integer=storage.integer)
 
-    def linears(self, stored_as: Format, rows: list[int]) -> dict[str, Any]:
-        weights = [self.weight(n, k, stored_as) for n, k in self.shape.linears]
-        head = self.weight(self.shape.vocabulary, self.shape.hidden, stored_as)
+    def head(self, name: str) -> PackedWeight:
+        storage = Storage.of("int8" if name == "int4" else name)  # as the engine does it
+        return self.weight(self.shape.vocabulary, self.shape.hidden, storage)
+
+    def linears(self, name: str, rows: list[int]) -> dict[str, Any]:
+        weights = [self.weight(n, k, Storage.of(name)) for n, k in self.shape.linears]
+        head = self.head(name)
         figures: dict[str, Any] = {}
         for m in rows:
             inputs = {weight.k: torch.randn(m, weight.k) for weight in weights}
@@ -152,7 +171,7 @@ class Bench:
     # ---- attention and whole steps -----------------------------------------------------------------------------------
 
     def attention(self, cases: list[tuple[int, int, int]], kv_format: Format) -> dict[str, Any]:
-        spec = self.spec(Format.BF16, kv_format, num_layers=0)
+        spec = self.spec("BF16", kv_format, num_layers=0)
         figures: dict[str, Any] = {}
         for count, new, length in cases:
             batch, num_blocks = self.batch(count, new, length)
@@ -180,8 +199,8 @@ class Bench:
         self.kernels.rotate_and_write(shape, cache, batch, None, key, value)
         return cache
 
-    def steps(self, cases: list[tuple[int, int, int]], stored_as: Format, kv_format: Format) -> dict[str, Any]:
-        spec = self.spec(stored_as, kv_format, num_layers=self.shape.layers)
+    def steps(self, cases: list[tuple[int, int, int]], name: str, kv_format: Format) -> dict[str, Any]:
+        spec = self.spec(name, kv_format, num_layers=self.shape.layers)
         decoder = self.kernels.make_decoder(spec)
         figures: dict[str, Any] = {}
         for count, new, length in cases:
@@ -212,8 +231,8 @@ class Bench:
         )
         return batch, count * per_row + 1
 
-    def spec(self, stored_as: Format, kv_format: Format, *, num_layers: int) -> DecoderSpec:
-        shape = self.shape
+    def spec(self, name: str, kv_format: Format, *, num_layers: int) -> DecoderSpec:
+        shape, storage = self.shape, Storage.of(name)
         q, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
         norm = Norm(kind=NormKind.RMS, weight=torch.ones(hidden), eps=1e-5)
         angles = torch.outer(torch.arange(9000.0), 1e4 ** -torch.linspace(0, 1, shape.head_dim // 2))
@@ -221,20 +240,20 @@ class Bench:
         layers = [
             LayerSpec(
                 attention_norm=norm,
-                q=self.weight(q, hidden, stored_as),
-                k=self.weight(kv, hidden, stored_as),
-                v=self.weight(kv, hidden, stored_as),
-                o=self.weight(hidden, q, stored_as),
+                q=self.weight(q, hidden, storage),
+                k=self.weight(kv, hidden, storage),
+                v=self.weight(kv, hidden, storage),
+                o=self.weight(hidden, q, storage),
                 mlp_norm=norm,
-                gate=self.weight(shape.inner, hidden, stored_as),
-                up=self.weight(shape.inner, hidden, stored_as),
-                down=self.weight(hidden, shape.inner, stored_as),
+                gate=self.weight(shape.inner, hidden, storage),
+                up=self.weight(shape.inner, hidden, storage),
+                down=self.weight(hidden, shape.inner, storage),
                 rotary=rotary,
                 attention_scale=shape.head_dim**-0.5,
             )
             for _ in range(num_layers)
         ]
-        head = self.weight(shape.vocabulary, hidden, stored_as)
+        head = self.head(name)
         return DecoderSpec(
             hidden_size=hidden,
             num_heads=shape.heads,
@@ -262,7 +281,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", help="x86-64-v3, x86-64-v4 …; default: the best one here")
-    parser.add_argument("--formats", nargs="+", default=["BF16", "F32", "Q8_0", "Q4_1"])
+    parser.add_argument("--formats", nargs="+", default=["BF16", "F32", "Q8_0", "Q4_1", "int8", "int4", "Q4_1/int"])
     parser.add_argument("--kv-formats", nargs="+", default=["F32", "BF16", "F16", "I8"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     decode = ["1x1@128", "8x1@128", "32x1@128", "1x1@1024", "8x1@1024", "32x1@1024"]
@@ -274,11 +293,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     bench = Bench(args)
     figures: dict[str, Any] = {"kernels": bench.kernels.description, "shape": args.shape, "roofs": bench.roofs}
-    figures["linear"] = {name: bench.linears(Format[name], args.rows) for name in args.formats}
+    figures["linear"] = {name: bench.linears(name, args.rows) for name in args.formats}
     figures["torch"] = bench.torch_linears(args.rows)
     figures["attention"] = {name: bench.attention(args.attention_cases, Format[name]) for name in args.kv_formats}
     kv_format = Format[args.kv_formats[0]]
-    figures["step"] = {name: bench.steps(args.cases, Format[name], kv_format) for name in args.formats}
+    figures["step"] = {name: bench.steps(args.cases, name, kv_format) for name in args.formats}
     report.emit("cpu_kernels", figures, args)
 
 

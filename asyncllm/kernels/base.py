@@ -39,7 +39,7 @@ __all__ = [
 
 
 class Format(IntEnum):
-    """How numbers are stored; arithmetic is always float32. The values are those of the C interface."""
+    """How numbers are stored. The values are those of the C interface."""
 
     F32 = 0
     BF16 = 1
@@ -50,6 +50,10 @@ class Format(IntEnum):
     Q4_K = 6
     Q5_K = 7
     Q6_K = 8
+    Q5_0 = 9
+    Q5_1 = 10
+    Q2_K = 11
+    Q3_K = 12
     I8 = 32  # keys and values only: int8 with one float32 scale for each token and head
 
     @property
@@ -66,6 +70,11 @@ class Format(IntEnum):
     def is_quantized(self) -> bool:
         """Whether rows are GGUF blocks."""
         return Format.Q8_0 <= self < Format.I8
+
+    @property
+    def takes_plain(self) -> bool:
+        """Whether plain numbers can be packed as this: as they are, or quantized on the way."""
+        return not self.is_quantized or self in (Format.Q8_0, Format.Q4_1)
 
     @property
     def block_bytes(self) -> int:
@@ -100,6 +109,10 @@ _FORMAT_TO_BLOCK = {
     Format.Q4_K: (256, 144),
     Format.Q5_K: (256, 176),
     Format.Q6_K: (256, 210),
+    Format.Q5_0: (32, 22),
+    Format.Q5_1: (32, 24),
+    Format.Q2_K: (256, 84),
+    Format.Q3_K: (256, 110),
 }
 _FORMAT_TO_DTYPE = {Format.F32: torch.float32, Format.BF16: torch.bfloat16, Format.F16: torch.float16}
 
@@ -158,13 +171,18 @@ class KvShape:
 
 @dataclass(eq=False, kw_only=True)
 class PackedWeight:
-    """A weight [n, k] in the form that the operators read; only the :class:`Kernels` that made it look inside."""
+    """A weight [n, k] in the form that the operators read; only the :class:`Kernels` that made it look inside.
+
+    ``integer``: products with it quantize the activations to 16 bits, with a scale for each row and 32 inputs, and sum
+    integers; else arithmetic is float32.
+    """
 
     n: int
     k: int
     format: Format
     data: torch.Tensor
     bias: torch.Tensor | None = None
+    integer: bool = False
     cache: dict[str, object] = field(default_factory=dict[str, object])
 
 
@@ -220,32 +238,45 @@ class Kernels(ABC):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def empty_weight(self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
+    def empty_weight(
+        self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None, *, integer: bool = False
+    ) -> PackedWeight:
         """Return a weight whose rows are still to be filled by :meth:`pack_rows`.
 
-        :raises ValueError: ``k`` does not fit the format's blocks.
+        :raises ValueError: ``k`` does not fit the format's blocks (``Q8_0`` and ``Q4_1`` with ``integer`` take any), or
+            ``integer`` is set for a plain format.
         """
 
     @abstractmethod
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: torch.Tensor) -> None:
         """Fill the rows from ``first_row`` on with ``rows`` [R, k]; quantized: uint8 [R, bytes of a row].
 
-        :raises ValueError: shape or dtype do not fit.
+        Plain numbers for a weight in ``Q8_0`` or ``Q4_1`` are quantized: as ``ggml`` does it, and with the scale and
+        minimum of least squared error among those tried.
+
+        :raises ValueError: shape or dtype do not fit, or these operators do not quantize.
         """
 
     def pack(
-        self, rows: torch.Tensor, stored_as: Format | None = None, bias: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        stored_as: Format | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        integer: bool = False,
     ) -> PackedWeight:
         """Return ``rows`` [n, k] as a weight, stored as ``stored_as`` (default: the smallest that loses nothing)."""
         chosen = lossless_format(rows) if stored_as is None else stored_as
-        weight = self.empty_weight(rows.shape[0], rows.shape[1], chosen, bias)
+        weight = self.empty_weight(rows.shape[0], rows.shape[1], chosen, bias, integer=integer)
         self.pack_rows(weight, 0, rows)
         return weight
 
-    def pack_blocks(self, rows: torch.Tensor, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
+    def pack_blocks(
+        self, rows: torch.Tensor, stored_as: Format, bias: torch.Tensor | None = None, *, integer: bool = False
+    ) -> PackedWeight:
         """Return GGUF blocks ``rows`` (uint8 [n, bytes of a row]) as a weight [n, k] with exactly their values."""
         k = rows.shape[1] // stored_as.block_bytes * stored_as.block_values
-        weight = self.empty_weight(rows.shape[0], k, stored_as, bias)
+        weight = self.empty_weight(rows.shape[0], k, stored_as, bias, integer=integer)
         self.pack_rows(weight, 0, rows)
         return weight
 

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 ABI_VERSION = 3
+INTEGER = 64  # ALLM_INTEGER
 OFF = "off"
 
 c_pointer = ctypes.c_void_p
@@ -163,6 +164,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "allm_abi_version": (I32, ()),
     "allm_isa": (ctypes.c_char_p, ()),
     "allm_best_isa": (ctypes.c_char_p, ()),
+    "allm_fused_dot": (I32, (I32,)),
     "allm_pool_create": (P, (I32, I32)),
     "allm_pool_destroy": (None, (P,)),
     "allm_pool_num_threads": (I32, (P,)),

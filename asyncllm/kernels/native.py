@@ -63,6 +63,14 @@ class NativeKernels(Kernels):
         self.isa: str = self.dll.allm_isa().decode()
         self.pool = NativePool(self.dll, num_threads, spin_us)
 
+    def use_fused_dot(self, wanted: bool) -> bool:
+        """Let integer products use the instruction that multiplies and adds pairs, or not; return whether they do.
+
+        By default they do where the machine has it (AVX-512 VNNI, AVX-VNNI). It holds for every user of this library in
+        the process; results are the same bit for bit. For tests and benchmarks.
+        """
+        return bool(self.dll.allm_fused_dot(wanted))
+
     @property
     def description(self) -> str:
         """One line for the log and for ``info``."""
@@ -70,27 +78,32 @@ class NativeKernels(Kernels):
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def empty_weight(self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
+    def empty_weight(
+        self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None, *, integer: bool = False
+    ) -> PackedWeight:
         """Return a weight whose rows are still to be filled by :meth:`pack_rows`."""
-        num_bytes = self.dll.allm_packed_bytes(stored_as, n, k)
+        num_bytes = self.dll.allm_packed_bytes(c_format(stored_as, integer), n, k)
         if num_bytes < 0:
-            raise ValueError(f"a weight of {n} x {k} cannot be stored as {stored_as.name}")
+            arithmetic = " for integer products" if integer else ""
+            raise ValueError(f"a weight of {n} x {k} cannot be stored as {stored_as.name}{arithmetic}")
         if bias is not None:
             bias = bias.detach().to(torch.float32).contiguous()
-        return PackedWeight(n=n, k=k, format=stored_as, data=aligned_zeros(num_bytes), bias=bias)
+        return PackedWeight(n=n, k=k, format=stored_as, data=aligned_zeros(num_bytes), bias=bias, integer=integer)
 
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: torch.Tensor) -> None:
         """Fill the rows from ``first_row`` on."""
         rows = rows.detach()
-        quantized = weight.format.is_quantized
-        source = weight.format if quantized else Format.of(rows.dtype)
-        width = weight.format.row_bytes(weight.k) if quantized else weight.k
-        if rows.ndim != 2 or rows.shape[1] != width or (quantized and rows.dtype != torch.uint8):
-            raise ValueError(f"rows are {tuple(rows.shape)} {rows.dtype}; {weight.format.name} wants [R, {width}]")
+        stored_as = weight.format
+        blocks = stored_as.is_quantized and (rows.dtype == torch.uint8 or not stored_as.takes_plain)
+        source = stored_as if blocks else Format.of(rows.dtype)
+        width = stored_as.row_bytes(weight.k) if blocks else weight.k
+        if rows.ndim != 2 or rows.shape[1] != width or (blocks and rows.dtype != torch.uint8):
+            raise ValueError(f"rows are {tuple(rows.shape)} {rows.dtype}; {stored_as.name} wants [R, {width}]")
         count = rows.shape[0]
         rows = rows.contiguous()
-        args = (weight.format, address(weight.data), weight.n, weight.k, first_row, count, source, address(rows))
-        check(self.dll.allm_pack_rows(self.pool.handle, *args), f"rows {first_row} … {first_row + count} of {weight.n}")
+        place = (c_format(stored_as, weight.integer), address(weight.data), weight.n, weight.k, first_row, count)
+        status = self.dll.allm_pack_rows(self.pool.handle, *place, source, address(rows))
+        check(status, f"rows {first_row} … {first_row + count} of {weight.n}")
 
     def gather_rows(self, weight: PackedWeight, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Return rows ``ids`` of ``weight`` times ``scale``."""
@@ -293,12 +306,17 @@ def tokens_of(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.stride(0)
 
 
+def c_format(stored_as: Format, integer: bool) -> int:
+    """Return what the C interface calls a weight stored so."""
+    return stored_as + library.INTEGER if integer else stored_as
+
+
 def c_linear(weight: PackedWeight | None) -> CLinear:
     """Return ``weight`` as the C interface takes it."""
     if weight is None:
         return CLinear()
     bias = weight.bias.data_ptr() if weight.bias is not None else None
-    return CLinear(weight.data.data_ptr(), bias, weight.n, weight.k, weight.format, 0)
+    return CLinear(weight.data.data_ptr(), bias, weight.n, weight.k, c_format(weight.format, weight.integer), 0)
 
 
 def c_norm(norm: Norm) -> CNorm:

@@ -49,8 +49,12 @@ class TorchKernels(Kernels):
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def empty_weight(self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None) -> PackedWeight:
+    def empty_weight(
+        self, n: int, k: int, stored_as: Format, bias: torch.Tensor | None = None, *, integer: bool = False
+    ) -> PackedWeight:
         """Return a weight whose rows are still to be filled by :meth:`pack_rows`."""
+        if integer:
+            raise ValueError("the torch operators have no integer products")
         if stored_as.is_quantized and k % stored_as.block_values:
             raise ValueError(f"a weight of {n} x {k} cannot be stored as {stored_as.name}")
         dtype = torch.float32 if stored_as.is_quantized else stored_as.dtype
@@ -58,7 +62,7 @@ class TorchKernels(Kernels):
         return PackedWeight(n=n, k=k, format=stored_as, data=torch.zeros(n, k, dtype=dtype), bias=bias)
 
     def pack_rows(self, weight: PackedWeight, first_row: int, rows: torch.Tensor) -> None:
-        """Fill the rows from ``first_row`` on."""
+        """Fill the rows from ``first_row`` on; of a quantized format they must be blocks."""
         if weight.format.is_quantized:
             rows = dequantize_blocks(rows, weight.format)
         if rows.ndim != 2 or rows.shape[1] != weight.k or not 0 <= first_row <= weight.n - rows.shape[0]:
@@ -254,6 +258,36 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
 
 
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    fives = _nibbles(blocks[:, 6:]) | (_bit_per_number(blocks[:, 2:6]) << 4)
+    return _half(blocks, 0) * (fives.float() - 16)
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    fives = _nibbles(blocks[:, 8:]) | (_bit_per_number(blocks[:, 4:8]) << 4)
+    return _half(blocks, 0) * fives.float() + _half(blocks, 2)
+
+
+def _bit_per_number(packed: torch.Tensor) -> torch.Tensor:
+    """Return the bits of 4 bytes [N, 4], the lowest of the first byte first: [N, 32]."""
+    return (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales = blocks[:, :16]
+    numbers = _bits(blocks[:, 16:80].reshape(-1, 32), 2).reshape(-1, 16, 16)
+    scale, minimum = (_half(blocks, 80) * (scales & 15).float(), _half(blocks, 82) * (scales >> 4).float())
+    return scale[:, :, None] * numbers.float() - minimum[:, :, None]
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    high = _bits(blocks[:, :32], 1).reshape(-1, 16, 16)
+    numbers = _bits(blocks[:, 32:96].reshape(-1, 32), 2).reshape(-1, 16, 16).float() - 4 * (1 - high.float())
+    low_scales, high_scales = _nibbles(blocks[:, 96:104]), _bits(blocks[:, 104:108], 2).flatten(1)
+    scale = _half(blocks, 108) * ((low_scales | (high_scales << 4)).float() - 32)
+    return scale[:, :, None] * numbers
+
+
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     scale, minimum = _six_bit_scales(blocks)
     return scale * _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32).float() - minimum
@@ -287,4 +321,8 @@ _FORMAT_TO_VALUES = {
     Format.Q4_K: _q4_k,
     Format.Q5_K: _q5_k,
     Format.Q6_K: _q6_k,
+    Format.Q5_0: _q5_0,
+    Format.Q5_1: _q5_1,
+    Format.Q2_K: _q2_k,
+    Format.Q3_K: _q3_k,
 }

@@ -75,7 +75,10 @@ class Worker:
     @property
     def kernels(self) -> str:
         """Return which operators the model runs on."""
-        return self._kernels.description if self._kernels is not None else "torch"
+        if self._kernels is None:
+            return "torch"
+        quantization = self.config.model.quantization
+        return self._kernels.description + (f", quantization {quantization}" if quantization else "")
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -117,7 +120,7 @@ class Worker:
             self.dtype,
             self.device,
             max_position=max_model_len,
-            linear_method=NativeLinearMethod(kernels) if kernels is not None else None,
+            linear_method=NativeLinearMethod(kernels, self.config.model.quantization) if kernels is not None else None,
             report=lambda fraction: self.report("load_model", fraction),
         )
         self._model_max_len = max_position
@@ -143,14 +146,16 @@ class Worker:
     def _make_kernels(self, num_threads: int) -> Kernels | None:
         """Return the compiled CPU kernels where they are there and wanted; say loudly where they are not there.
 
-        :raises ConfigError: ``attention_backend="native"`` asks for them and they are not there.
+        :raises ConfigError: ``attention_backend="native"`` or ``quantization`` asks for them and they are not there.
         """
         wanted = self.config.device.attention_backend
         if self.device.type != "cpu" or self.dtype != torch.float32 or wanted not in ("auto", "native"):
+            self._refuse_quantization(f"with attention_backend={wanted!r} and {self.dtype} the model runs on torch")
             return None
         kernels = make_kernels(num_threads, may_spin=not self.config.device.share_cores)
         if kernels.name == "native":
             return kernels
+        self._refuse_quantization(f"there is only the {kernels.description}")
         logger.warning("%s; this is several times slower", kernels.description)
         if wanted == "native":
             raise ConfigError(
@@ -159,6 +164,16 @@ class Worker:
                 value=wanted,
             )
         return None
+
+    def _refuse_quantization(self, reason: str) -> None:
+        """Raise if weights are to be quantized: torch would need the memory of float32 for them, and be no faster."""
+        quantization = self.config.model.quantization
+        if quantization is not None:
+            raise ConfigError(
+                f"quantization is {quantization!r}, which needs the compiled CPU kernels in float32, but {reason}",
+                parameter="quantization",
+                value=quantization,
+            )
 
     def determine_num_blocks(self) -> KVCachePlan:
         """Return how many KV blocks this device can give and the longest request they allow.

@@ -72,8 +72,9 @@ def test_cpu_kernels() -> None:
         pytest.skip("the native kernels are not compiled")
     small = ["--shape", "tiny", "--rows", 1, 20, "--cases", "2x1@40", "1x20@20", "--seconds", 0.01, "--threads", 2]
     small += ["--attention-cases", "2x1@40"]
-    figures = run_benchmark("cpu_kernels.py", "--formats", "BF16", "Q4_1", *small)["figures"]
-    assert figures["linear"]["Q4_1"]["layers_20"]["roof"] > 0
+    figures = run_benchmark("cpu_kernels.py", "--formats", "BF16", "int4", "Q4_1/int", *small)["figures"]
+    assert figures["linear"]["int4"]["layers_20"]["roof"] > 0
+    assert figures["linear"]["Q4_1/int"]["head_1"]["roof"] > 0
     assert all(figures["attention"][name]["2x1_of_40"]["roof"] > 0 for name in ("F32", "BF16", "F16", "I8"))
     assert figures["step"]["BF16"]["2x1_of_40"]["tokens_per_s"] > 0
 

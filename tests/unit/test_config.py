@@ -51,6 +51,8 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         ("max_num_batched_tokens", 0),
         ("policy", "lifo"),
         ("dtype", "int3"),
+        ("quantization", "int3"),
+        ("quantization", 8),
         ("max_model_len", 0),
         ("executor", "nosuch"),
         ("worker_cls", "nosuch"),

@@ -23,7 +23,7 @@ extern "C" {
 
 enum allm_status { ALLM_OK = 0, ALLM_NO_MEMORY = -1, ALLM_BAD_ARGUMENT = -2 };
 
-// How numbers are stored. The arithmetic is always fp32.
+// How numbers are stored. The arithmetic is fp32, or exact integers for a weight in a format plus ALLM_INTEGER.
 enum allm_format {
     ALLM_F32 = 0,
     ALLM_BF16 = 1,
@@ -34,7 +34,14 @@ enum allm_format {
     ALLM_Q4_K = 6,  // GGUF: 256 nibbles, 8 scales and 8 minima of 6 bits, an fp16 factor for each
     ALLM_Q5_K = 7,  // GGUF: the same with 5 bits
     ALLM_Q6_K = 8,  // GGUF: 256 numbers of 6 bits, 16 int8 scales, their fp16 factor
+    ALLM_Q5_0 = 9,  // GGUF: 32 numbers of 5 bits and one fp16 scale
+    ALLM_Q5_1 = 10, // GGUF: the same and one fp16 minimum
+    ALLM_Q2_K = 11, // GGUF: 256 numbers of 2 bits, 16 scales and 16 minima of 4 bits, an fp16 factor for each
+    ALLM_Q3_K = 12, // GGUF: 256 numbers of 3 bits, 16 scales of 6 bits, their fp16 factor
     ALLM_KV_I8 = 32,  // keys and values only: int8 with an fp32 scale for each token and head
+    // Added to a quantized format: the same numbers and factors, multiplied with activations of 16 bits in integers. K may
+    // be any number; the last group is filled up with zeros.
+    ALLM_INTEGER = 64,
 };
 
 enum allm_activation { ALLM_NONE = 0, ALLM_RELU = 1, ALLM_SILU = 2, ALLM_GELU_TANH = 3, ALLM_GELU = 4 };
@@ -46,6 +53,10 @@ enum allm_norm_kind { ALLM_NORM_NONE = 0, ALLM_NORM_RMS = 1, ALLM_NORM_LAYER = 2
 ALLM_API int32_t allm_abi_version(void);
 ALLM_API const char* allm_isa(void);       // what this build was compiled for: "x86-64-v4", "x86-64-v3", "neon", "generic"
 ALLM_API const char* allm_best_isa(void);  // the best of those that this machine runs (asks cpuid)
+
+// Whether integer products use the one instruction that multiplies and adds pairs (AVX-512 VNNI, AVX-VNNI). wanted: 1 use it
+// where the machine has it, 0 do not, -1 only ask. Results are the same; for tests and benchmarks.
+ALLM_API int32_t allm_fused_dot(int32_t wanted);
 
 // ---- threads (threads.cpp) ---------------------------------------------------------------------------------------
 
@@ -61,7 +72,7 @@ ALLM_API int32_t allm_pool_num_threads(const allm_pool* pool);
 ALLM_API int64_t allm_probe_multiply_add(allm_pool* pool, int64_t rounds);                 // returns operations done
 ALLM_API int64_t allm_probe_read(allm_pool* pool, const void* memory, int64_t bytes);      // returns bytes read
 
-// ---- packed weights (pack.cpp, gemm.cpp) -------------------------------------------------------------------------
+// ---- packed weights (pack.cpp, gemm.cpp, gemm_integer.cpp) -------------------------------------------------------------------------
 
 // One linear layer: `weight` holds panels made by allm_pack_rows in the same build of the library.
 typedef struct allm_linear {
@@ -74,7 +85,8 @@ typedef struct allm_linear {
 
 ALLM_API int64_t allm_packed_bytes(int32_t format, int64_t n, int64_t k);  // negative: k does not fit the format
 // Pack `rows` rows of row-major `source` (GGUF: rows of blocks) as the rows from `first_row` on of an n x k weight.
-// source_format may differ from format only among F32, BF16, F16. `packed` must be zeroed before its first rows come.
+// source_format is that of `format` without ALLM_INTEGER, or one of F32, BF16, F16 where format is one of these or Q8_0 or
+// Q4_1 (with or without ALLM_INTEGER): then the rows are quantized. `packed` must be zeroed before its first rows come.
 ALLM_API int32_t allm_pack_rows(allm_pool* pool, int32_t format, void* packed, int64_t n, int64_t k, int64_t first_row,
                                 int64_t rows, int32_t source_format, const void* source);
 // out[i, :] = scale * row ids[i] of the weight, in fp32: the embedding lookup, also from a packed (tied) head.

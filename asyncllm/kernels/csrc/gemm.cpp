@@ -12,6 +12,8 @@
 
 #include <stdlib.h>
 
+#include "gemm_integer.h"
+
 namespace allm {
 namespace {
 
@@ -95,6 +97,7 @@ struct Operand {  // the rows of x that a task works on
     int64_t rows;  // <= ROW_BLOCK
     int64_t k;
     int64_t first;  // its first row among all
+    const QuantizedRows* quantized;  // all rows, where a weight is multiplied in integers
 };
 
 // The scratch memory of one thread.
@@ -102,6 +105,7 @@ struct Scratch {
     float panel[KC * P];                           // a quantized panel as fp32
     float edge[ROW_BLOCK * P];                     // the last panel of a weight whose N is no multiple of P
     float second[ROW_BLOCK * PANEL_GROUP * P];     // gate products or logits that are reduced at once
+    IntegerScratch integer;
 };
 
 // A weight's panels from one k on.
@@ -173,27 +177,30 @@ void many_rows(const Operand& a, const uint8_t* weight, int64_t count, float* y,
     }
 }
 
-template <class Format>
-void whole_panels(const Operand& a, const uint8_t* weight, int64_t count, float* y, int64_t y_stride, Scratch* scratch) {
-    Panels panels{weight, panel_bytes<Format>(a.k), count, a.k};
-    if (a.rows <= MAX_ROWS) sweep<Format>(a.x, a.stride, a.rows, panels, y, y_stride, false);
-    else many_rows<Format>(a, weight, count, y, y_stride, scratch);
+// y = a times `count` whole panels from `first` on.
+void whole_panels(const Operand& a, const allm_linear& linear, int64_t first, int64_t count, float* y, int64_t y_stride,
+                  Scratch* scratch) {
+    if (is_integer(linear.format))
+        return multiply_integers(*a.quantized, a.first, a.rows, linear, first, count, y, y_stride, &scratch->integer);
+    with_float_format(linear.format, [&](auto f) {
+        using Format = typename decltype(f)::Panel;
+        const int64_t stride = panel_bytes<Format>(a.k);
+        Panels panels{(const uint8_t*)linear.weight + first * stride, stride, count, a.k};
+        if (a.rows <= MAX_ROWS) sweep<Format>(a.x, a.stride, a.rows, panels, y, y_stride, false);
+        else many_rows<Format>(a, panels.weight, count, y, y_stride, scratch);
+    });
 }
 
 // y[:, first * P … last * P) = a @ weight.T + bias; y points at the first of these columns.
 void multiply(const Operand& a, const allm_linear& linear, int64_t first, int64_t last, float* y, int64_t y_stride,
               Scratch* scratch) {
-    with_format(linear.format, [&](auto f) {
-        using Format = decltype(f);
-        const uint8_t* weight = (const uint8_t*)linear.weight + first * panel_bytes<Format>(a.k);
-        int64_t whole = smaller(last, linear.n / P) - first;
-        if (whole > 0) whole_panels<Format>(a, weight, whole, y, y_stride, scratch);
-        if (last * P > linear.n) {
-            whole_panels<Format>(a, weight + whole * panel_bytes<Format>(a.k), 1, scratch->edge, P, scratch);
-            for (int64_t r = 0; r < a.rows; r++)
-                memcpy(y + r * y_stride + whole * P, scratch->edge + r * P, sizeof(float) * (linear.n % P));
-        }
-    });
+    int64_t whole = smaller(last, linear.n / P) - first;
+    if (whole > 0) whole_panels(a, linear, first, whole, y, y_stride, scratch);
+    if (last * P > linear.n) {
+        whole_panels(a, linear, first + whole, 1, scratch->edge, P, scratch);
+        for (int64_t r = 0; r < a.rows; r++)
+            memcpy(y + r * y_stride + whole * P, scratch->edge + r * P, sizeof(float) * (linear.n % P));
+    }
     if (!linear.bias) return;
     int64_t columns = smaller(last * P, linear.n) - first * P;
     for (int64_t r = 0; r < a.rows; r++)
@@ -217,11 +224,20 @@ struct Grid {
     int64_t last_panel(int64_t task) const { return panels * (task % pieces + 1) / pieces; }
 };
 
-Operand rows_of(const float* x, int64_t x_stride, int64_t m, int64_t k, const Grid& grid, int64_t task) {
-    int64_t count = grid.row_blocks, block = grid.row_block(task);
-    int64_t first = m * block / count, last = m * (block + 1) / count;
-    return {x + first * x_stride, x_stride, last - first, k, first};
-}
+// What all products of a call share: m rows of x, and the same quantized where some weight wants that.
+struct Input {
+    const float* x;
+    int64_t stride, m, k;
+    QuantizedRows quantized;
+
+    int32_t quantize(allm_pool* pool) { return quantize_rows(pool, x, stride, m, k, &quantized); }
+
+    Operand rows_of(const Grid& grid, int64_t task) const {
+        int64_t count = grid.row_blocks, block = grid.row_block(task);
+        int64_t first = m * block / count, last = m * (block + 1) / count;
+        return {x + first * stride, stride, last - first, k, first, &quantized};
+    }
+};
 
 // ---- argmax ------------------------------------------------------------------------------------------------------
 
@@ -275,10 +291,17 @@ bool fits(const allm_linear& linear, int64_t m) {
 
 int32_t multiply_group(allm_pool* pool, const float* x, int64_t x_stride, int64_t m, const Product* products, int count) {
     int64_t panels = 0;
-    for (int i = 0; i < count; i++) panels += ceil_div(products[i].linear->n, P);
+    bool integer = false;
+    for (int i = 0; i < count; i++) {
+        panels += ceil_div(products[i].linear->n, P);
+        integer |= is_integer(products[i].linear->format);
+    }
     Grid grid(pool, m, panels);
+    Input input{x, x_stride, m, products[0].linear->k, {}};
+    if (integer)
+        if (int32_t status = input.quantize(pool)) return status;
     auto task = [&](int64_t index, uint8_t* scratch) {
-        Operand a = rows_of(x, x_stride, m, products[0].linear->k, grid, index);
+        Operand a = input.rows_of(grid, index);
         int64_t begin = 0;
         for (int i = 0; i < count; i++) {
             const Product& product = products[i];
@@ -308,9 +331,12 @@ int32_t allm_gated_linear_forward(allm_pool* pool, const allm_linear* gate, cons
     bool gated = gate && gate->weight;
     if (!fits(*up, m) || (gated && (!fits(*gate, m) || gate->n != up->n || gate->k != up->k))) return ALLM_BAD_ARGUMENT;
     Grid grid(pool, m, ceil_div(up->n, P));
+    Input input{x, x_stride, m, up->k, {}};
+    if (is_integer(up->format) || (gated && is_integer(gate->format)))
+        if (int32_t status = input.quantize(pool)) return status;
     auto task = [&](int64_t index, uint8_t* memory) {
         Scratch* scratch = (Scratch*)memory;
-        Operand a = rows_of(x, x_stride, m, up->k, grid, index);
+        Operand a = input.rows_of(grid, index);
         for (int64_t p = grid.first_panel(index), end = grid.last_panel(index); p < end; p += PANEL_GROUP) {
             int64_t last = smaller(p + PANEL_GROUP, end), columns = smaller(last * P, up->n) - p * P;
             float* to = y + a.first * y_stride + p * P;
@@ -329,11 +355,14 @@ int32_t allm_head_forward(allm_pool* pool, const allm_linear* head, const float*
     if (!fits(*head, m)) return ALLM_BAD_ARGUMENT;
     if (!best && !best_logits) return logits ? allm_linear_forward(pool, head, x, x_stride, logits, logits_stride, m) : ALLM_OK;
     Grid grid(pool, m, ceil_div(head->n, P));
+    Input input{x, x_stride, m, head->k, {}};
+    if (is_integer(head->format))
+        if (int32_t status = input.quantize(pool)) return status;
     Best* found = m ? (Best*)malloc(sizeof(Best) * grid.pieces * m) : nullptr;  // [piece][row]
     if (m && !found) return ALLM_NO_MEMORY;
     auto task = [&](int64_t index, uint8_t* memory) {
         Scratch* scratch = (Scratch*)memory;
-        Operand a = rows_of(x, x_stride, m, head->k, grid, index);
+        Operand a = input.rows_of(grid, index);
         Best* mine = found + index % grid.pieces * m + a.first;
         for (int64_t r = 0; r < a.rows; r++) mine[r] = {-INFINITY, -1};
         for (int64_t p = grid.first_panel(index), end = grid.last_panel(index); p < end; p += PANEL_GROUP) {

@@ -1,6 +1,7 @@
 // Who this library is: version, what it was built for, and what the machine can run.
 #include "asyncllm_kernels.h"
 #include "simd.h"
+#include "simd_integer.h"
 
 namespace {
 
@@ -10,9 +11,9 @@ struct Registers {
     uint32_t a, b, c, d;
 };
 
-Registers cpuid(uint32_t leaf) {
+Registers cpuid(uint32_t leaf, uint32_t subleaf = 0) {
     Registers r;
-    asm volatile("cpuid" : "=a"(r.a), "=b"(r.b), "=c"(r.c), "=d"(r.d) : "a"(leaf), "c"(0));
+    asm volatile("cpuid" : "=a"(r.a), "=b"(r.b), "=c"(r.c), "=d"(r.d) : "a"(leaf), "c"(subleaf));
     return r;
 }
 
@@ -37,9 +38,37 @@ const char* best_isa() {
     return "x86-64-v4";
 }
 
+// Of a machine that runs this build: AVX-512 VNNI for x86-64-v4, AVX-VNNI for x86-64-v3.
+bool machine_has_fused_dot() {
+#if ALLM_AVX512
+    return cpuid(7).c >> 11 & 1;
+#elif ALLM_AVX2
+    return cpuid(7).a >= 1 && (cpuid(7, 1).a >> 4 & 1);
+#else
+    return false;
+#endif
+}
+
+#else
+
+bool machine_has_fused_dot() { return false; }
+
 #endif
 
+bool fused_dot = machine_has_fused_dot();
+
 }  // namespace
+
+namespace allm {
+
+bool has_fused_dot() { return fused_dot; }
+
+}  // namespace allm
+
+int32_t allm_fused_dot(int32_t wanted) {
+    if (wanted >= 0) fused_dot = wanted > 0 && machine_has_fused_dot();
+    return fused_dot;
+}
 
 int32_t allm_abi_version(void) { return ALLM_ABI_VERSION; }
 

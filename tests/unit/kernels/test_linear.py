@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import gguf
-import numpy as np
 import pytest
 import torch
 
@@ -13,11 +11,11 @@ from asyncllm.kernels import library
 from asyncllm.kernels.base import Activation, Format, PackedWeight, lossless_format
 from asyncllm.kernels.native import NativeKernels
 from asyncllm.kernels.reference import TorchKernels, dequantize_blocks
+from tests.support.gguf_blocks import gguf_rows as blocks
+from tests.support.gguf_blocks import gguf_values
 
 PLAIN = [Format.F32, Format.BF16, Format.F16]
 QUANTIZED = [stored_as for stored_as in Format if stored_as.is_quantized]
-FACTOR_OFFSETS = {Format.Q4_K: (0, 2), Format.Q5_K: (0, 2), Format.Q6_K: (208,)}
-"""Where the float16 of a block are, of those types that the ``gguf`` package does not write."""
 SHAPES = [(1, 1), (7, 100), (33, 64), (576, 576), (100, 1700)]
 ROWS = [*range(1, 27), 31, 64, 96, 97, 127, 128]
 
@@ -25,22 +23,6 @@ ROWS = [*range(1, 27), 31, 64, 96, 97, 127, 128]
 def plain(kernels: NativeKernels, n: int, k: int, stored_as: Format) -> tuple[torch.Tensor, PackedWeight]:
     values = torch.randn(n, k).to(stored_as.dtype)
     return values, kernels.pack(values, stored_as)
-
-
-def blocks(n: int, k: int, stored_as: Format) -> torch.Tensor:
-    kind = gguf.GGMLQuantizationType[stored_as.name]
-    if stored_as in FACTOR_OFFSETS:
-        return random_blocks(n, k, stored_as)
-    return torch.from_numpy(gguf.quantize(np.random.default_rng(0).standard_normal((n, k), np.float32), kind))
-
-
-def random_blocks(n: int, k: int, stored_as: Format) -> torch.Tensor:
-    random = np.random.default_rng(0)
-    raw = random.integers(0, 256, (n * k // stored_as.block_values, stored_as.block_bytes), np.uint8)
-    for offset in FACTOR_OFFSETS[stored_as]:
-        factors = (random.standard_normal(len(raw)) * 0.01).astype(np.float16)
-        raw[:, offset : offset + 2] = factors.view(np.uint8).reshape(-1, 2)
-    return torch.from_numpy(raw.reshape(n, stored_as.row_bytes(k)))
 
 
 @pytest.mark.parametrize("stored_as", PLAIN, ids=lambda f: f.name)
@@ -59,7 +41,7 @@ def test_gguf_blocks_give_the_bits_of_their_dequantized_values(
 ) -> None:
     k = 1280 if stored_as.block_values == 256 else 1088
     raw = blocks(100, k, stored_as)
-    values = torch.from_numpy(gguf.dequantize(raw.numpy(), gguf.GGMLQuantizationType[stored_as.name]))
+    values = gguf_values(raw, stored_as)
     x = torch.randn(rows, k)
     as_stored, dequantized = kernels.pack_blocks(raw, stored_as), kernels.pack(values, Format.F32)
     assert torch.equal(kernels.linear(x, as_stored), kernels.linear(x, dequantized))

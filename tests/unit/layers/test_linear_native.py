@@ -13,6 +13,7 @@ from gguf.quants import quantize
 
 from asyncllm.kernels.base import Format, Kernels
 from asyncllm.kernels.reference import TorchKernels
+from asyncllm.layers import linear_native
 from asyncllm.layers.embedding import Embedding
 from asyncllm.layers.linear import Linear, Receiver, prepare_linear_layers
 from asyncllm.layers.linear_native import NativeLinearMethod, packed_parts
@@ -67,7 +68,8 @@ def test_a_row_of_quantized_projections_does_not_depend_on_its_neighbours() -> N
         assert torch.equal(layer(x[-rows:]), whole[-rows:]), rows
 
 
-def test_a_type_that_the_kernels_lack_is_dequantized(where: dict[str, Any]) -> None:
+def test_a_type_that_the_kernels_lack_is_dequantized(where: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(linear_native.GGML_TYPE_TO_FORMAT, "Q5_1")
     layer = Linear(K, 40, bias=False, **where)
     tensor = quantized("Q5_1", 40)
     give(layer.destinations("o")["o.weight"], tensor)
@@ -75,6 +77,27 @@ def test_a_type_that_the_kernels_lack_is_dequantized(where: dict[str, Any]) -> N
     assert part.format == Format.F32
     x = torch.randn(5, K)
     torch.testing.assert_close(layer(x), F.linear(x, tensor.dequantize(torch.float32)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_type_that_the_kernels_lack_keeps_its_values_when_others_are_quantized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(linear_native.GGML_TYPE_TO_FORMAT, "Q5_1")
+    layer = Linear(K, (40, 8), bias=False, method=NativeLinearMethod(native_kernels(), "int8"), **WHERE)
+    lacking, plain = quantized("Q5_1", 40), torch.randn(8, K)
+    for destination, tensor in zip(layer.destinations("q", "k").values(), (lacking, plain), strict=True):
+        give(destination, tensor)
+    assert [(part.format, part.integer) for part in packed_parts(layer)] == [(Format.F32, False), (Format.Q8_0, True)]
+    x = torch.randn(5, K)
+    torch.testing.assert_close(layer(x)[:, :40], F.linear(x, lacking.dequantize(torch.float32)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [16, 33])
+def test_any_number_of_inputs_can_be_quantized(size: int) -> None:
+    layer = Linear(size, 40, bias=False, method=NativeLinearMethod(native_kernels(), "int8"), **WHERE)
+    weight, x = torch.randn(40, size), torch.randn(5, size)
+    give(layer.destinations("o")["o.weight"], weight)
+    torch.testing.assert_close(layer(x), F.linear(x, weight), rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize(

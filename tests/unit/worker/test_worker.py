@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,30 @@ def test_int8_keys_and_values_need_the_compiled_kernels(tiny_llama: Path) -> Non
             Started(tiny_llama, kv_cache_dtype="int8", attention_backend=backend),
         ):
             pass
+
+
+@pytest.mark.parametrize("options", [{"attention_backend": "cpu"}, {"dtype": "bfloat16"}, {}])
+def test_quantization_that_torch_cannot_do_is_refused_with_the_reason(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    if not options:
+        monkeypatch.setenv("ASYNCLLM_KERNELS", "off")
+    reason = "runs on torch" if options else "ASYNCLLM_KERNELS=off"
+    with (
+        pytest.raises(ConfigError, match=f"quantization is 'int8'.*{reason}") as caught,
+        Started(tiny_llama, quantization="int8", **options),
+    ):
+        pass
+    assert caught.value.parameter == "quantization"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantized_engine_says_so_and_runs(tiny_llama: Path, quantization: str) -> None:
+    if reason := library.available().reason:
+        pytest.skip(f"the native kernels are {reason}")
+    with Started(tiny_llama, quantization=quantization) as started:
+        assert started.info.kernels.endswith(f", quantization {quantization}")
+        assert len(started.executor.execute_model(first_step(0, [5, 6, 7], 3)).result().token_ids) == 1
 
 
 def first_step(slot: int, prompt: list[int], block: int) -> SchedulerOutput:
