@@ -145,7 +145,7 @@ def test_a_gated_product_is_made_of_its_two(kernels: NativeKernels, rows: int, g
 def test_greedy_tokens_are_the_argmax_of_the_logits(kernels: NativeKernels, rows: int) -> None:
     weight, _ = packed(kernels, Format.Q8_0, 1003, 96)
     x = torch.randn(rows, 96)
-    best, logits = kernels.head(x, weight)
+    best, _, logits = kernels.head(x, weight)
     assert torch.equal(logits, kernels.linear(x, weight))
     assert torch.equal(best, logits.argmax(-1))
     assert torch.equal(kernels.head(x, weight, with_logits=False).best, best)
