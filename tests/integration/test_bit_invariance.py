@@ -28,6 +28,13 @@ CHUNKS = {"whole prompts": 1024, "chunks of 64": 64, "chunks of 13": 13}
 POOLS = {"roomy": 2000, "preempted": (LONGEST + NUM_TOKENS) // 16 + 2}
 """KV blocks of 16 tokens: enough for all, or for one long request alone."""
 
+NUMBERS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "int8": {"quantization": "int8"},
+    "int4, keys and values in int8": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "bfloat16 keys and values, blocks of 5": {"kv_cache_dtype": "bfloat16", "block_size": 5},
+}
+
 Logits = dict[bytes, bytes]
 """The bits of the logits by the token ids before them."""
 
@@ -45,8 +52,10 @@ def prompts() -> list[list[int]]:
 
 
 @contextmanager
-def recorded(model: Path, **options: Any) -> Iterator[tuple[LLM, Logits]]:
-    """Yield an engine, and what it computes while it works."""
+def recorded(model: Path, numbers: str, *, num_blocks: int, **options: Any) -> Iterator[tuple[LLM, Logits]]:
+    """Yield an engine with room for ``num_blocks`` times 16 tokens, and what it computes while it works."""
+    options |= {"block_size": 16, "max_model_len": LONGEST + NUM_TOKENS, "max_num_seqs": 64, **NUMBERS[numbers]}
+    options["num_blocks"] = num_blocks * 16 // options["block_size"]
     found: Logits = {}
     sample = ModelRunner._sample  # pyright: ignore[reportPrivateUsage]
 
@@ -63,7 +72,7 @@ def recorded(model: Path, **options: Any) -> Iterator[tuple[LLM, Logits]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "_sample", record)
-        with LLM(model, in_process=True, max_model_len=LONGEST + NUM_TOKENS, max_num_seqs=64, **options) as llm:
+        with LLM(model, in_process=True, **options) as llm:
             assert llm.info.attention_backend == "native"
             found.clear()  # the warm-up
             yield llm, found
@@ -75,10 +84,10 @@ def generate(llm: LLM, count: int) -> None:
         assert len(completion.token_ids) == NUM_TOKENS
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_llama: Path) -> Logits:
-    native_kernels()
-    with recorded(tiny_llama, num_blocks=100, num_threads=1, enable_prefix_caching=False) as (llm, found):
+@functools.cache
+def lone(model: Path, numbers: str) -> Logits:
+    """Return what the prompts give one after the other, on one thread, without a cache."""
+    with recorded(model, numbers, num_blocks=100, num_threads=1, enable_prefix_caching=False) as (llm, found):
         for prompt in prompts():
             llm.generate([prompt], temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         assert llm.stats().num_preemptions == 0
@@ -87,16 +96,31 @@ def expected(tiny_llama: Path) -> Logits:
     return found
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("num_blocks", POOLS.values(), ids=POOLS)
-@pytest.mark.parametrize("chunk", CHUNKS.values(), ids=CHUNKS)
-@pytest.mark.parametrize("count", NEIGHBOURS)
+MATRIX = [
+    pytest.param(count, chunk, pool, threads, "exact", id=f"{count}-{chunk}-{pool}-{threads} threads")
+    for count in NEIGHBOURS
+    for chunk in CHUNKS
+    for pool in POOLS
+    for threads in (1, 2)
+]
+"""All of it in the exact numbers, the hardest corner in the others."""
+MATRIX += [
+    pytest.param(64, chunk, pool, 2, numbers, id=f"64-{chunk}-{pool}-{numbers}")
+    for numbers in NUMBERS
+    if numbers != "exact"
+    for chunk, pool in (("whole prompts", "roomy"), ("chunks of 13", "preempted"))
+]
+
+
+@pytest.mark.parametrize(("count", "chunk", "pool", "num_threads", "numbers"), MATRIX)
 def test_the_logits_are_those_of_a_lone_request(
-    count: int, chunk: int, num_blocks: int, num_threads: int, tiny_llama: Path, expected: Logits
+    count: int, chunk: str, pool: str, num_threads: int, numbers: str, tiny_llama: Path
 ) -> None:
     """Cold, then with cached prefixes."""
-    options = {"max_num_batched_tokens": chunk, "num_blocks": num_blocks, "num_threads": num_threads}
-    with recorded(tiny_llama, **options) as (llm, found):
+    native_kernels()
+    expected = lone(tiny_llama, numbers)
+    options = {"max_num_batched_tokens": CHUNKS[chunk], "num_blocks": POOLS[pool], "num_threads": num_threads}
+    with recorded(tiny_llama, numbers, **options) as (llm, found):
         for hits in (False, True):
             found.clear()
             generate(llm, count)
@@ -104,7 +128,7 @@ def test_the_logits_are_those_of_a_lone_request(
             assert found.items() <= expected.items()
             stats = llm.stats()
             assert stats.prefix_hits > 0 or not hits
-        if num_blocks == POOLS["roomy"]:
+        if pool == "roomy":
             assert stats.num_preemptions == 0
         elif count >= 32:  # fewer of them wait until there is room
             assert stats.num_preemptions > 0
