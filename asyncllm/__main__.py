@@ -122,6 +122,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> int:
     config = EngineConfig.from_options(options.model, **_engine_options(options))
+    quantization = config.model.quantization
     checkpoint = open_checkpoint(options.model)
     _table(
         "checkpoint",
@@ -146,7 +147,7 @@ def _info(options: argparse.Namespace) -> int:
                 "device": config.device.device,
                 "arithmetic": config.model.dtype,
                 "attention": config.device.attention_backend,
-                "kernels": describe_kernels(),
+                "kernels": describe_kernels() + (f", quantization {quantization}" if quantization else ""),
                 "context": config.model.max_model_len or checkpoint.max_position,
                 "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,

@@ -66,7 +66,8 @@ class PromptRequest(_Request):
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
-        return inputs.is_long(self.prompt, truncates=self.params.truncate_prompt_tokens is not None)
+        truncates = self.params.truncate_prompt_tokens is not None
+        return inputs.is_long(self.prompt, truncates=truncates) or inputs.has_long_params(self.params)
 
     def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
         """Return the engine requests.
@@ -88,7 +89,7 @@ class ChatRequest(_Request):
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
-        return inputs.is_long_chat(self.messages)
+        return inputs.is_long_chat(self.messages) or inputs.has_long_params(self.params)
 
     def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
         """Return the engine requests.

@@ -138,8 +138,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({shown(self.max_tokens)})")
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None, also="or -1")
+        if self.truncate_prompt_tokens != -1 or isinstance(self.truncate_prompt_tokens, float):
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None, optional=True, also="or -1")
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")

@@ -54,9 +54,14 @@ class NativeAttention(AttentionBackend):
         return [self._kernels.allocate_kv(self._shape, num_blocks) for _ in range(self.spec.num_layers)]
 
     def scrub(self, caches: list[torch.Tensor], block_ids: list[int]) -> None:
-        """Zero these blocks."""
+        """Zero those of the blocks that hold a number that is not finite; the others may be other requests' as well."""
+        size = self._shape.block_size
         for cache in caches:
-            cache.view(-1, self._kernels.kv_block_bytes(self._shape))[block_ids] = 0
+            blocks = cache.view(-1, self._kernels.kv_block_bytes(self._shape))
+            for block_id in block_ids:
+                slots = torch.arange(block_id * size, (block_id + 1) * size)
+                if not all(part.isfinite().all() for part in self._kernels.read_kv(self._shape, cache, slots)):
+                    blocks[block_id] = 0
 
     def plan(self, batch: FlatBatch) -> Batch:
         """Return the arrays of the step as the library takes them; the token ids are the model's to fill in."""

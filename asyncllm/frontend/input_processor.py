@@ -122,6 +122,10 @@ class InputProcessor:
             return self._tokenizer.is_long(prompt) and (truncates or not self._cannot_fit(prompt))
         return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
 
+    def has_long_params(self, params: SamplingParams) -> bool:
+        """Return whether ``params`` hold words that take so long to tokenize, whatever the prompt. O(words)."""
+        return 2 * sum(map(len, params.bad_words or ())) >= LONG_TEXT_CHARS  # each is encoded twice
+
     def prepare_chat(self) -> None:
         """Compile the chat template, if there is one. Imports jinja2 and takes some 0.1 s, which a first chat saves."""
         self._chat_template.prepare()

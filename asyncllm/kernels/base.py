@@ -74,7 +74,7 @@ class Format(IntEnum):
     @property
     def takes_plain(self) -> bool:
         """Whether plain numbers can be packed as this: as they are, or quantized on the way."""
-        return not self.is_quantized or self in (Format.Q8_0, Format.Q4_1)
+        return self.is_plain or self in (Format.Q8_0, Format.Q4_1)
 
     @property
     def block_bytes(self) -> int:

@@ -151,8 +151,16 @@ class NativeKernels(Kernels):
         if samplings.dtype != SAMPLING_DTYPE or samplings.shape != (rows,) or positions.shape != (rows,):
             raise ValueError(f"{rows} rows want as many samplings and positions: {samplings.shape}, {positions.shape}")
         token_ids, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        where = (address(np.ascontiguousarray(samplings)), address(np.ascontiguousarray(positions, np.int64)))
-        args = (*matrix(logits), vocab_size, *where, address(token_ids), address(best), rows)
+        samplings, positions = np.ascontiguousarray(samplings), np.ascontiguousarray(positions, np.int64)
+        args = (
+            *matrix(logits),
+            vocab_size,
+            address(samplings),
+            address(positions),
+            address(token_ids),
+            address(best),
+            rows,
+        )
         check(self.dll.allm_draw_tokens(self.pool.handle, *args), "draw_tokens")
         return DrawnTokens(token_ids, best)
 
@@ -221,9 +229,10 @@ class NativeKernels(Kernels):
     def read_kv(self, shape: KvShape, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return key and value of ``slots``."""
         key, value = (torch.empty(len(slots), shape.num_kv_heads, shape.head_dim) for _ in range(2))
+        slots = slots.contiguous()
         args = (
             ctypes.byref(c_kv_cache(shape, cache)),
-            address(slots.contiguous()),
+            address(slots),
             len(slots),
             address(key),
             address(value),

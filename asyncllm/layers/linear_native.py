@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["NativeLinearMethod", "packed_parts"]
 
 GGML_TYPE_TO_FORMAT = {stored_as.name: stored_as for stored_as in Format if stored_as.is_quantized}
-PLAIN_DTYPES = {stored_as.dtype for stored_as in Format if not stored_as.is_quantized}
+PLAIN_DTYPES = {stored_as.dtype for stored_as in Format if stored_as.is_plain}
 
 
 class NativeLinearMethod:

@@ -27,6 +27,7 @@ __all__ = ["Adjustments", "TokenHistory"]
 Int64 = npt.NDArray[np.int64]
 
 LARGEST = float(np.finfo(np.float32).max)  # infinity would make nan of a logit that is 0
+SMALLEST = float(np.finfo(np.float32).tiny)  # zero would make nan of one that is minus infinity
 
 
 @dataclass(slots=True)
@@ -112,7 +113,8 @@ class Adjustments:
             factor = self._tensor(penalty).index_select(0, nth)
             seen = flat.index_select(0, cells)
             # A cell may stand many times; each copy writes the same value.
-            flat.index_copy_(0, cells, torch.where(seen > 0, seen / factor, seen * factor))
+            changed = torch.where(seen > 0, seen / factor, seen * factor)
+            flat.index_copy_(0, cells, changed.clamp_(max=LARGEST))
         rows, penalty = self._frequency
         if len(rows):
             cells, nth = self._seen(rows, history, prompt=False)
@@ -146,6 +148,11 @@ class Adjustments:
 
 
 def _rows_of(rows: Int64, values: list[float], *, neutral: float) -> tuple[Int64, npt.NDArray[np.float32]]:
-    column = np.array([min(value, LARGEST) for value in values], np.float32)
+    column = np.array([_in_float32(value) for value in values], np.float32)
     chosen = column != np.float32(neutral)
     return rows[chosen], column[chosen]
+
+
+def _in_float32(value: float) -> float:
+    """Return ``value`` where float32 has it, neither infinity nor, for what is not 0, zero."""
+    return min(max(value, SMALLEST), LARGEST) if value > 0 else value

@@ -40,6 +40,8 @@ __all__ = ["ModelRunner", "StepResult"]
 
 Int64 = npt.NDArray[np.int64]
 
+NOT_FINITE = "its logits are not finite"
+NOTHING_LEFT = "no token is left to draw: allowed_token_ids, bad_words, logit_bias and min_tokens exclude all"
 PROMPT_LOGPROB_ELEMENTS = 1 << 22  # logits of a prompt that exist at once: 16 MiB
 
 
@@ -96,10 +98,15 @@ class StepResult:
 
     def _fill(self, output: ModelRunnerOutput, sampled: SamplerOutput, metadata: SamplingMetadata) -> None:
         drawn, rows = sampled.token_ids.cpu().numpy(), self._prepared.sample_rows
-        finite = np.isfinite(sampled.best_logits.cpu().numpy())
+        best = sampled.best_logits.cpu().numpy()
+        finite = np.isfinite(best)
         if not finite.all():
-            output.failed = dict.fromkeys(metadata.slots[~finite].tolist(), "its logits are not finite")
-            self._runner.scrub(self._prepared, output.failed)
+            nothing_left = (
+                best == -np.inf
+            )  # all were excluded; the model itself gives some token a finite logit or a NaN
+            output.failed = dict.fromkeys(metadata.slots[~finite].tolist(), NOT_FINITE)
+            output.failed |= dict.fromkeys(metadata.slots[nothing_left].tolist(), NOTHING_LEFT)
+            self._runner.scrub(self._prepared, metadata.slots[~(finite | nothing_left)].tolist())
             drawn = np.where(finite, drawn, -1)
         if rows is not None:
             all_rows = np.full(len(self._step.slots), -1, np.int64)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncllm import LLM, Completion, RepetitionDetectionParams, SamplingParams
-from asyncllm.errors import InvalidParameterError
+from asyncllm import LLM, AsyncLLM, Completion, RepetitionDetectionParams, SamplingParams
+from asyncllm.errors import InvalidParameterError, RequestFailedError
 
 PROMPT = list(range(20, 33))
 ENGINES: dict[str, dict[str, Any]] = {
@@ -93,3 +93,27 @@ def test_a_repetition_ends_the_sample_and_says_so(llm: LLM) -> None:
     done = llm.generate([PROMPT, PROMPT, PROMPT[:4]], [watched, params(allowed_token_ids=[65]), params()])
     assert [one.finish_reason for one in done] == ["repetition", "length", "length"]
     assert (done[0].text, done[0].stop_reason) == ("AAA", "repetition_detected")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": False})], ids=["asyncio"])
+@pytest.mark.parametrize("attention_backend", ["auto", "cpu"])
+async def test_a_request_without_a_token_left_fails_alone(
+    anyio_backend: object, attention_backend: str, tiny_llama: Path
+) -> None:
+    """It shares KV blocks with one that runs and with one that comes later."""
+    shared = [20 + i % 50 for i in range(80)]
+    options = {"num_threads": 1, "max_model_len": 256, "num_blocks": 512, "attention_backend": attention_backend}
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    dead_end = SamplingParams(allowed_token_ids=[ord("a")], bad_words=["aa"], max_tokens=9)
+    async with AsyncLLM(tiny_llama, **options) as llm:
+        expected = await llm.generate([*shared, 7], greedy)
+        neighbour = llm.stream([*shared, 7], greedy)
+        await anext(neighbour)
+        with pytest.raises(RequestFailedError, match="no token is left to draw"):
+            await llm.generate([*shared, 8], dead_end)
+        assert (await neighbour.completion()).token_ids == expected.token_ids
+        for _ in range(2):  # what the failed one read is no longer found in the cache, then it is again
+            later = await llm.generate([*shared, 7], greedy)
+            assert later.token_ids == expected.token_ids
+        assert later.usage.cached_tokens == 80

@@ -40,7 +40,7 @@ enum allm_format {
     ALLM_Q3_K = 12, // GGUF: 256 numbers of 3 bits, 16 scales of 6 bits, their fp16 factor
     ALLM_KV_I8 = 32,  // keys and values only: int8 with an fp32 scale for each token and head
     // Added to a quantized format: the same numbers and factors, multiplied with activations of 16 bits in integers. K may
-    // be any number; the last group is filled up with zeros.
+    // be any number for Q8_0 and Q4_1, whose last group is filled up with zeros.
     ALLM_INTEGER = 64,
 };
 

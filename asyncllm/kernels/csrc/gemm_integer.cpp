@@ -3,7 +3,8 @@
 // Within a group of 32 k (or 16) the sum of products is an exact 32-bit integer: |q| <= 128, |x| <= 32767. Then
 // y = fma(float(sum), weight factor * activation scale, y), and y = fma(minimum, scale * sum of x, y) where the format has
 // minima, group after group in the order of k. So an output depends on nothing but its own row and column: not on the
-// shape of a tile, on threads, on the instruction set or on which instructions add the integers.
+// shape of a tile, on threads, on which instructions add the integers or, where there is a fused multiply-add, on the
+// instruction set.
 //
 // A tile is R rows of x times N panels: its R * N * 2 integer accumulators stay in registers while the pairs of a group
 // run by; the fp32 sums wait in memory meanwhile, and are touched once per group.

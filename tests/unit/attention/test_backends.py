@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from asyncllm.attention.base import AttentionBackend
 from asyncllm.attention.cpu import CpuAttention
+from asyncllm.attention.native import NativeAttention
 from asyncllm.attention.reference import ReferenceAttention
+from asyncllm.kernels.base import Batch, KvShape
 from tests.support.attention import PagedRows, make_spec
+from tests.support.kernels import native_kernels
 
 BACKENDS = [ReferenceAttention, CpuAttention]
 
@@ -140,6 +145,27 @@ def test_scrubbed_blocks_cannot_harm_their_next_owner() -> None:
     backend.scrub([cache], [0, *rows.blocks[0]])
     [got] = rows.run(backend, cache, [(0, 0, 3)])
     assert (got.double() - exact(rows, 0)).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "int8"])
+def test_native_scrub_zeroes_blocks_that_are_not_finite_and_no_other(kv_cache_dtype: str) -> None:
+    kernels = native_kernels()
+    spec = make_spec(kv_heads=1, block_size=4)
+    backend = NativeAttention(replace(spec, kernels=kernels, head_dim=8, kv_cache_dtype=kv_cache_dtype))
+    shape = KvShape(num_kv_heads=1, head_dim=8, block_size=4, format=backend.spec.kv_format)
+    [cache] = backend.allocate(3)
+    slots = np.arange(12)
+    nothing = np.zeros(1, np.int32)
+    batch = Batch(slots, slots * 0, slots, nothing, nothing, nothing[:, None])
+    key, value = torch.randn(2, 12, 1, 8)
+    value[5, 0, 3] = torch.nan
+    kernels.rotate_and_write(shape, cache, batch, None, key, value)
+    before = [part.clone() for part in kernels.read_kv(shape, cache, torch.arange(12))]
+    backend.scrub([cache], [0, 1, 2])
+    for old, new in zip(before, kernels.read_kv(shape, cache, torch.arange(12)), strict=True):
+        assert torch.equal(new[4:8], torch.zeros(4, 1, 8))
+        assert torch.equal(new[:4], old[:4])
+        assert torch.equal(new[8:], old[8:])
 
 
 def test_scrub_leaves_finite_numbers_alone() -> None:

@@ -148,6 +148,8 @@ def test_is_long(processor: InputProcessor, tmp_path: Path) -> None:
     assert roomy.is_long(range(60_000))
     assert not roomy.is_long(object())
     assert not processor.is_long([1] * 100)
+    assert not processor.has_long_params(SamplingParams(bad_words=["x" * 200] * 9))
+    assert processor.has_long_params(SamplingParams(bad_words=["x" * 200] * 10))
 
 
 # ------------------------------------------------------------------------------------------------- the arguments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,17 @@ def test_a_repetition_penalty_beyond_float32_leaves_no_nan(logits: torch.Tensor)
     got = adjust(logits, sampling(repetition_penalty=1e300), sampling())
     assert not got.isnan().any()
     assert got[0, PROMPT[0]] == 0.0
+
+
+@pytest.mark.parametrize("penalty", [1e-38, 1e-50, 5e-324])
+def test_a_repetition_penalty_below_float32_excludes_nothing_and_brings_nothing_back(
+    logits: torch.Tensor, penalty: float
+) -> None:
+    logits[0, PROMPT[0]] = 5.0
+    got = adjust(logits, sampling(repetition_penalty=penalty, logit_bias={PROMPT[1]: -math.inf}), sampling())
+    assert not got.isnan().any()
+    assert got[0, PROMPT[1]] == -torch.inf
+    assert got[0].max().isfinite()
 
 
 def test_case104_frequency_penalty_counts_each_output_token(logits: torch.Tensor) -> None:
