@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ from tests.support import gemma3, leaks, models
 # others use too, a step of two threads takes ten times as long as one of a single thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell that starts the tests in the background lets them, and every program that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_GGUF = REPOSITORY / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
