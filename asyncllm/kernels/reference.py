@@ -25,6 +25,7 @@ from asyncllm.kernels.base import (
     PackedWeight,
     Rotary,
 )
+from asyncllm.kernels.ggml_blocks import TYPE_TO_FUNCTION
 
 if TYPE_CHECKING:
     from asyncllm.kernels.decoder import Decoder, DecoderSpec
@@ -227,102 +228,4 @@ def dequantize_blocks(rows: torch.Tensor, stored_as: Format) -> torch.Tensor:
     if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] % stored_as.block_bytes:
         raise ValueError(f"rows of {stored_as.name} are uint8 of whole blocks, not {tuple(rows.shape)} {rows.dtype}")
     blocks = rows.contiguous().view(-1, stored_as.block_bytes)
-    return _FORMAT_TO_VALUES[stored_as](blocks).reshape(rows.shape[0], -1)
-
-
-def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return the float16 at byte ``offset`` of each block as float32 [N, 1]."""
-    return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the low halves of all bytes and then the high halves, along the last dimension."""
-    return torch.cat((packed & 15, packed >> 4), -1)
-
-
-def _bits(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Return [N, 8 / width, bytes]: the lowest ``width`` bits of all bytes, then the next ones."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8)
-    return (packed[:, None, :] >> shifts[:, None]) & ((1 << width) - 1)
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
-
-
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    fives = _nibbles(blocks[:, 6:]) | (_bit_per_number(blocks[:, 2:6]) << 4)
-    return _half(blocks, 0) * (fives.float() - 16)
-
-
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    fives = _nibbles(blocks[:, 8:]) | (_bit_per_number(blocks[:, 4:8]) << 4)
-    return _half(blocks, 0) * fives.float() + _half(blocks, 2)
-
-
-def _bit_per_number(packed: torch.Tensor) -> torch.Tensor:
-    """Return the bits of 4 bytes [N, 4], the lowest of the first byte first: [N, 32]."""
-    return (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
-
-
-def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
-    scales = blocks[:, :16]
-    numbers = _bits(blocks[:, 16:80].reshape(-1, 32), 2).reshape(-1, 16, 16)
-    scale, minimum = (_half(blocks, 80) * (scales & 15).float(), _half(blocks, 82) * (scales >> 4).float())
-    return scale[:, :, None] * numbers.float() - minimum[:, :, None]
-
-
-def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    high = _bits(blocks[:, :32], 1).reshape(-1, 16, 16)
-    numbers = _bits(blocks[:, 32:96].reshape(-1, 32), 2).reshape(-1, 16, 16).float() - 4 * (1 - high.float())
-    low_scales, high_scales = _nibbles(blocks[:, 96:104]), _bits(blocks[:, 104:108], 2).flatten(1)
-    scale = _half(blocks, 108) * ((low_scales | (high_scales << 4)).float() - 32)
-    return scale[:, :, None] * numbers
-
-
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    scale, minimum = _six_bit_scales(blocks)
-    return scale * _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32).float() - minimum
-
-
-def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    scale, minimum = _six_bit_scales(blocks)
-    fours = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
-    return scale * (fours | (_bits(blocks[:, 16:48], 1) << 4)).float() - minimum
-
-
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    fours = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 128)
-    twos = _bits(blocks[:, 128:192].reshape(-1, 32), 2).view(-1, 2, 128)
-    scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return scale[:, :, None] * ((fours | (twos << 4)).float() - 32).view(-1, 16, 16)
-
-
-def _six_bit_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 8 scales and 8 minima [N, 8, 1] of each Q4_K or Q5_K block."""
-    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), 1)
-    minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), 1)
-    return (_half(blocks, 0) * scales.float())[:, :, None], (_half(blocks, 2) * minima.float())[:, :, None]
-
-
-_FORMAT_TO_VALUES = {
-    Format.Q8_0: _q8_0,
-    Format.Q4_0: _q4_0,
-    Format.Q4_1: _q4_1,
-    Format.Q4_K: _q4_k,
-    Format.Q5_K: _q5_k,
-    Format.Q6_K: _q6_k,
-    Format.Q5_0: _q5_0,
-    Format.Q5_1: _q5_1,
-    Format.Q2_K: _q2_k,
-    Format.Q3_K: _q3_k,
-}
+    return TYPE_TO_FUNCTION[stored_as.name](blocks).reshape(rows.shape[0], -1)

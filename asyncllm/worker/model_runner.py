@@ -101,9 +101,8 @@ class StepResult:
         best = sampled.best_logits.cpu().numpy()
         finite = np.isfinite(best)
         if not finite.all():
-            nothing_left = (
-                best == -np.inf
-            )  # all were excluded; the model itself gives some token a finite logit or a NaN
+            # Then all were excluded: the model itself gives some token a finite logit or a NaN.
+            nothing_left = best == -np.inf
             output.failed = dict.fromkeys(metadata.slots[~finite].tolist(), NOT_FINITE)
             output.failed |= dict.fromkeys(metadata.slots[nothing_left].tolist(), NOTHING_LEFT)
             self._runner.scrub(self._prepared, metadata.slots[~(finite | nothing_left)].tolist())

@@ -83,9 +83,11 @@ int64_t pack_some(uint8_t* packed, int64_t from, int64_t to, int32_t source_form
         return 1;
     } else {
         if constexpr (Format::ID % ALLM_INTEGER == ALLM_Q8_0 || Format::ID % ALLM_INTEGER == ALLM_Q4_1) {
-            int64_t rows = smaller<int64_t>(smaller<int64_t>(W, to - from), P - column);
-            if (is_plain(source_format)) pack_quantized<Format>(panel, column, {source_format, source, k}, row, rows);
-            if (is_plain(source_format)) return rows;
+            if (is_plain(source_format)) {
+                int64_t rows = smaller<int64_t>(smaller<int64_t>(W, to - from), P - column);
+                pack_quantized<Format>(panel, column, {source_format, source, k}, row, rows);
+                return rows;
+            }
         }
         const int64_t row_bytes = k / Format::SOURCE_BLOCK * Format::SOURCE_BYTES;
         pack_blocks<Format>(panel, column, k, (const uint8_t*)source + row * row_bytes);
