@@ -5,15 +5,22 @@ Letters: ``T`` new tokens of the step, ``B`` rows (requests), ``H`` query heads,
 Prefill, chunked prefill and decode are one case: row b has ``query_lens[b]`` new tokens at
 the end of its ``seq_lens[b]`` tokens, and each attends causally to all before it and itself.
 
-Order in a layer: :meth:`AttentionBackend.write_kv` puts the new keys and values into their slots, then
-:meth:`AttentionBackend.forward` reads everything back through the block table. Block 0 is the null block.
+Order in a step: :meth:`AttentionBackend.plan` on the host, from lengths alone; the step's packed copy to the device;
+:meth:`AttentionBackend.prepare` once; then, in each layer, :meth:`AttentionBackend.write_kv` puts the new keys and
+values into their slots, and :meth:`AttentionBackend.forward` reads everything back through the block table. Block 0 is
+the null block.
+
+What runs after the copy may be captured in a CUDA graph and replayed in other steps: it reads nothing of the device on
+the host, and uses only memory that stays where it is (:class:`DeviceBatch`, the caches, the backend's own scratch).
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +28,18 @@ import torch
 
 from asyncllm.kernels.base import Format, Kernels
 
-__all__ = ["NAME_TO_KV_FORMAT", "AttentionBackend", "AttentionSpec", "FlatBatch", "KVCache", "why_not_in_torch"]
+__all__ = [
+    "NAME_TO_KV_FORMAT",
+    "AttentionBackend",
+    "AttentionSpec",
+    "DeviceBatch",
+    "FlatBatch",
+    "GraphSupport",
+    "KVCache",
+    "StepField",
+    "StepLimits",
+    "why_not_in_torch",
+]
 
 NAME_TO_KV_FORMAT = {
     "float32": Format.F32,
@@ -36,6 +54,32 @@ Int64 = npt.NDArray[np.int64]
 
 KVCache = Any
 """One layer's blocks, in whatever layout the backend wants; only the backend looks inside."""
+
+
+class GraphSupport(enum.Enum):
+    """Which steps of a backend may be captured in a CUDA graph and replayed with other lengths."""
+
+    NONE = enum.auto()
+    DECODE = enum.auto()
+    """Those in which every row has one new token."""
+    ALWAYS = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """The largest step that there will be."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class StepField(NamedTuple):
+    """An array that a backend wants to have on the device in each step, besides those of :class:`DeviceBatch`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: type[np.generic]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +110,7 @@ class AttentionSpec:
 class FlatBatch:
     """Lengths and places of one step, known on the host: the backend plans from these alone, never from device data.
 
-    Arrays are views of the runner's persistent buffers and are overwritten by the next step.
+    Arrays are views of the runner's persistent buffers and are overwritten by a later step.
     """
 
     query_lens: Int32  # [B] new tokens per row, >= 1
@@ -75,12 +119,36 @@ class FlatBatch:
     block_table: Int32  # [B, max_blocks] block ids; unused entries are 0
     slot_mapping: Int64  # [T] block id * block size + offset of each new token
     positions: Int64  # [T] position of each new token in its request
+    fields: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
+    """The backend's :class:`StepField` arrays by name, for its ``plan`` to write; what is in them is old."""
+    device: DeviceBatch | None = None
+    """There where the backend asked for it (``needs_device_batch``)."""
+
+
+@dataclass(kw_only=True)
+class DeviceBatch:
+    """The step on the device: the first rows of static tensors, padded to the B' rows and T' tokens that are computed.
+
+    Filled by the step's packed copy, so not before :meth:`AttentionBackend.prepare`. Padding rows have no new token and
+    slot 0; padding tokens have position 0 and the KV slot -1, where nothing is written.
+    """
+
+    slots: torch.Tensor  # [B'] int32: the row of ``block_tables`` that each row owns
+    query_start: torch.Tensor  # [B' + 1] int32
+    seq_lens: torch.Tensor  # [B'] int32
+    slot_mapping: torch.Tensor  # [T'] int64
+    positions: torch.Tensor  # [T'] int64
+    block_tables: torch.Tensor  # [max_num_seqs, max_blocks] int32, of all slots
+    fields: Mapping[str, torch.Tensor]  # the whole of each StepField
 
 
 class AttentionBackend(ABC):
     """One way to compute attention over paged KV. Stateless between steps but for its caches of scratch memory."""
 
     name: ClassVar[str]
+    needs_device_batch: ClassVar[bool] = False
+    """Whether the backend reads :attr:`FlatBatch.device`."""
+    graphs: ClassVar[GraphSupport] = GraphSupport.NONE
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -105,9 +173,20 @@ class AttentionBackend(ABC):
         never reads past the end does nothing.
         """
 
+    def step_fields(self, limits: StepLimits) -> list[StepField]:
+        """Return the arrays that :meth:`plan` writes for the device; asked once, before :meth:`allocate`."""
+        return []
+
+    def scratch_bytes(self, limits: StepLimits) -> int:
+        """Return the device memory that the backend keeps besides the blocks, in bytes."""
+        return 0
+
     @abstractmethod
     def plan(self, batch: FlatBatch) -> Any:
-        """Return what :meth:`write_kv` and :meth:`forward` need in every layer; computed once per step."""
+        """Return what :meth:`write_kv` and :meth:`forward` need in every layer; computed once per step, on the host."""
+
+    def prepare(self, plan: Any) -> None:  # noqa: B027
+        """Do the work on the device that all layers share; before the first of them."""
 
     @abstractmethod
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
