@@ -26,6 +26,7 @@ from asyncllm.models.native import NativeModel
 from asyncllm.models.registry import build_model
 from asyncllm.wire.messages import EngineSampling
 from asyncllm.wire.step import NewRequest, SchedulerOutput
+from asyncllm.worker.device_runtime import DeviceRuntime, make_runtime
 from asyncllm.worker.memory import KVCachePlan, plan_kv_cache
 from asyncllm.worker.model_runner import ModelRunner, StepResult
 
@@ -58,6 +59,7 @@ class Worker:
         self.eos_token_ids: tuple[int, ...] = ()
         self._model_max_len = 0
         self._threads_before: int | None = None
+        self._runtime: DeviceRuntime | None = None
         self._kernels: Kernels | None = None
         self._model: StepModel | None = None
         self._backend: AttentionBackend | None = None
@@ -93,6 +95,7 @@ class Worker:
 
     def init_device(self) -> None:
         """Take the device: on a CPU, load the compiled kernels and set the number of threads in this process."""
+        self._runtime = make_runtime(self.device)
         self._threads_before = torch.get_num_threads()
         num_threads = self.platform.num_threads(self.config.device)
         self._kernels = self._make_kernels(num_threads)
@@ -200,6 +203,7 @@ class Worker:
                 self._ready(self._model),
                 backend,
                 self._kv_caches,
+                self._ready(self._runtime),
                 max_num_seqs=scheduler.max_num_seqs,
                 max_num_batched_tokens=scheduler.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
@@ -275,6 +279,7 @@ class Worker:
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
         self._profiler = self._runner = self._model = self._backend = self._threads_before = self._kernels = None
+        self._runtime = None
         self._kv_caches = []
 
     def _ready(self, part: T | None) -> T:
