@@ -11,6 +11,7 @@ import os
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.core.request_clock import RequestClock
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import UtilityError, describe_error
 from asyncllm.executor.base import Executor, ExecutorInfo, ReportProgress
@@ -77,6 +78,7 @@ class EngineCore:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.executor.shutdown()
             raise
+        self.clock = RequestClock()
         self._refused: list[FinishedRequest] = []
         self._drains: list[Future[None]] = []
 
@@ -89,11 +91,13 @@ class EngineCore:
         if isinstance(message, EngineCoreRequest):
             try:
                 self.scheduler.add_request(message)
+                self.clock.add(message.request_id)
             except Exception as error:  # whatever it is, only this request is wrong
                 row = FinishedRequest(message.request_id, EngineFinishReason.ERROR, error=describe_error(error))
                 self._refused.append(row)
         elif isinstance(message, AbortRequests):
             self.scheduler.abort_requests(message.request_ids)
+            self.clock.drop(message.request_ids)
         elif isinstance(message, FinishRequests):
             self.scheduler.finish_requests(message.request_ids)
         else:
@@ -111,10 +115,14 @@ class EngineCore:
         if scheduled is None:
             outputs = self.scheduler.take_outputs()
         else:
+            if scheduled.new_requests:
+                self.clock.schedule(scheduled.new_requests)
             result = self.executor.execute_model(scheduled).result()
             if take_inputs is not None:
                 take_inputs()
             outputs = self.scheduler.update_from_output(scheduled, result)
+        if outputs is not None:
+            self.clock.stamp(outputs)
         if self._refused:
             outputs = outputs or EngineCoreOutputs(stats=self.scheduler.stats())
             outputs.finished += self._refused

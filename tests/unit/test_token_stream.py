@@ -124,7 +124,7 @@ async def test_completion_of_a_stream_read_in_part_holds_everything() -> None:
 async def test_r16_items_received_are_delivered_before_the_error() -> None:
     stream, inbox, port = running()
     inbox.put(delta("a"))
-    inbox.fail(EngineDeadError("gone", exit_code=-9))
+    inbox.fail(EngineDeadError("gone", exit_code=-9), USAGE)
     assert str(await anext(stream)) == "a"
     with pytest.raises(EngineDeadError) as caught:
         await anext(stream)
@@ -142,7 +142,7 @@ async def test_an_error_wakes_the_reader_that_waits() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(read)
         await anyio.wait_all_tasks_blocked()
-        inbox.fail(RequestFailedError("no"))
+        inbox.fail(RequestFailedError("no"), USAGE)
 
 
 async def test_one_error_raised_by_many_streams_keeps_their_tracebacks_apart() -> None:
@@ -150,7 +150,7 @@ async def test_one_error_raised_by_many_streams_keeps_their_tracebacks_apart() -
     caught = []
     for _ in range(2):
         stream, inbox, _ = running()
-        inbox.fail(error)
+        inbox.fail(error, USAGE)
         with pytest.raises(EngineDeadError) as info:
             await anext(stream)
         caught.append(info.value)
