@@ -32,7 +32,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 
 
 def logits_row(vocab_size: int = 16) -> torch.Tensor:
-    """Return logits without ties, the same on every machine; the likeliest token is a hundred times the least likely."""
+    """Return logits without ties, the same on every machine; one token is a hundred times as likely as another."""
     places = torch.arange(vocab_size)
     return (places * 7 % vocab_size) * (5.0 / vocab_size)
 
