@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncllm import LLM, Completion, SamplingParams
+from asyncllm.kernels import build, library
 from tests.support.pinned import pinned_requests, seeded_ids, write_pinned_llama
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -42,6 +43,16 @@ def test_r47_the_ids_of_a_seed_are_those_of_yesterday(options: dict[str, Any], p
         assert ids_of(llm.generate(prompts[::-1], params[::-1])) == expected[::-1]  # the prefixes are cached now
         assert ids_of([llm.generate([prompts[i]], [params[i]])[0] for i in range(0, 64, 9)]) == expected[::9]
         assert (llm.stats().num_preemptions > 0) == (options["num_blocks"] < 100)
+
+
+@pytest.mark.parametrize("kernels", [library.OFF, *build.isas()])
+def test_r47_on_every_instruction_set(kernels: str, pinned_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels not in (library.OFF, *library.usable()):
+        pytest.skip(f"{kernels} is not compiled or does not run here")
+    monkeypatch.setenv("ASYNCLLM_KERNELS", kernels)
+    prompts, params = zip(*pinned_requests(), strict=True)
+    with LLM(pinned_llama, num_threads=1, max_model_len=128, in_process=True, num_blocks=1024) as llm:
+        assert ids_of(llm.generate(prompts, params)) == seeded_ids("tiny")
 
 
 def test_the_pinned_ids_are_worth_pinning() -> None:
