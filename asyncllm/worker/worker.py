@@ -30,6 +30,7 @@ from asyncllm.worker.memory import KVCachePlan, plan_kv_cache
 from asyncllm.worker.model_runner import ModelRunner, StepResult
 
 if TYPE_CHECKING:
+    from asyncllm.checkpoint import Checkpoint
     from asyncllm.config import EngineConfig
     from asyncllm.executor.base import ReportProgress
     from asyncllm.kernels.base import Kernels
@@ -51,14 +52,14 @@ class Worker:
         self.rank = rank
         self.report = report
         self.platform = platforms.current(config)
-        self.device = torch.device(self.platform.name)
-        name = self.platform.default_dtype() if config.model.dtype == "auto" else config.model.dtype
-        self.dtype: torch.dtype = getattr(torch, name)
+        self.device = torch.device(self.platform.device)
+        self.dtype = torch.float32  # until the checkpoint is there
         self.vocab_size = 0
         self.eos_token_ids: tuple[int, ...] = ()
         self._model_max_len = 0
         self._threads_before: int | None = None
         self._kernels: Kernels | None = None
+        self._checkpoint: Checkpoint | None = None
         self._model: StepModel | None = None
         self._backend: AttentionBackend | None = None
         self._kv_caches: list[KVCache] = []
@@ -92,8 +93,16 @@ class Worker:
         return self._ready(self._backend).bytes_per_block()
 
     def init_device(self) -> None:
-        """Take the device: on a CPU, load the compiled kernels and set the number of threads in this process."""
+        """Take the device: on a CPU, load the compiled kernels and set the number of threads in this process.
+
+        :raises ModelError: the checkpoint is not there or damaged; it decides the dtype, and so the kernels.
+        """
         self._threads_before = torch.get_num_threads()
+        self._checkpoint = open_checkpoint(self.config.model.model)
+        name = self.config.model.dtype
+        if name == "auto":
+            name = self.platform.default_dtype(self._checkpoint.dtype)
+        self.dtype = getattr(torch, name)
         num_threads = self.platform.num_threads(self.config.device)
         self._kernels = self._make_kernels(num_threads)
         # What torch still does beside the kernels is small, and two pools of threads on the same cores would fight.
@@ -105,7 +114,7 @@ class Worker:
         :raises ModelError: the checkpoint is not there, not supported or damaged.
         :raises ConfigError: ``max_model_len`` is more than the model's positions cover, or no backend serves the model.
         """
-        checkpoint = open_checkpoint(self.config.model.model)
+        checkpoint, self._checkpoint = self._checkpoint or open_checkpoint(self.config.model.model), None
         max_model_len, max_position = self.config.model.max_model_len, checkpoint.max_position
         if max_model_len is not None and max_model_len > max_position:
             raise ConfigError(
@@ -275,6 +284,7 @@ class Worker:
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
         self._profiler = self._runner = self._model = self._backend = self._threads_before = self._kernels = None
+        self._checkpoint = None
         self._kv_caches = []
 
     def _ready(self, part: T | None) -> T:
