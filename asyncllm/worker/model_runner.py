@@ -257,10 +257,10 @@ class ModelRunner:
         """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then."""
         return self._forward(len(prepared.batch.positions), prepared.plan)
 
-    def capture_graphs(self) -> None:
-        """Record the decode step of each of the sizes; call it once, after a step of each kind has run."""
+    def capture_graphs(self, report: Callable[[float], None] = lambda fraction: None) -> None:
+        """Record the decode step of each of the sizes, and ``report`` the share that is done."""
         with torch.inference_mode():
-            self.graphs.capture(self._decode_work)
+            self.graphs.capture(self._decode_work, report)
 
     def scrub(self, prepared: PreparedStep, slots: Iterable[int]) -> None:
         """Make the KV blocks that ``slots`` had in this step finite again, for the blocks' next owners."""
