@@ -187,7 +187,7 @@ class ModelRunner:
         )
         fields = backend.step_fields(limits)
         self._backend_fields = [field.name for field in fields]
-        self._buffers = StepBuffers(runtime, [*_own_fields(limits), *fields])
+        self._buffers = StepBuffers(runtime, [*_own_fields(limits, spec.block_size), *fields])
         self._inputs = self._buffers.device
         self.graphs = DecodeGraphs(runtime, list(graph_sizes) if backend.graphs is not GraphSupport.NONE else [])
         self.sampler = Sampler(spec.kernels)
@@ -439,8 +439,9 @@ class ModelRunner:
         return found
 
 
-def _own_fields(limits: StepLimits) -> list[StepField]:
+def _own_fields(limits: StepLimits, block_size: int) -> list[StepField]:
     rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    grown = rows + tokens // block_size  # a row of k new tokens begins k // block_size + 1 blocks at most
     return [
         StepField("positions", (tokens,), np.int64),
         StepField("token_places", (tokens,), np.int64),  # of each new token in the flattened batch
@@ -451,8 +452,8 @@ def _own_fields(limits: StepLimits) -> list[StepField]:
         StepField("uniforms", (rows,), np.float64),
         StepField("slots", (rows,), np.int32),
         StepField("seq_lens", (rows,), np.int32),
-        StepField("grown_places", (rows,), np.int64),  # in the flattened block tables
-        StepField("grown_blocks", (rows,), np.int32),
+        StepField("grown_places", (grown,), np.int64),  # in the flattened block tables
+        StepField("grown_blocks", (grown,), np.int32),
     ]
 
 
