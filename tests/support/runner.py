@@ -74,7 +74,7 @@ def make_runner(
     backend: str = "reference",
     eos_token_ids: tuple[int, ...] = (0,),
 ) -> ModelRunner:
-    """Return a runner of the tiny model; backend ``device``: as on a GPU, Triton kernels and recorded graphs included."""
+    """Return a runner of the tiny model; backend ``device``: as on a GPU, with Triton kernels and recorded graphs."""
     model, on_device = TinyModel(), backend == "device"
     spec = AttentionSpec(
         num_layers=model.num_layers,
