@@ -147,6 +147,7 @@ def _info(options: argparse.Namespace) -> int:
                 "device": config.device.device,
                 "arithmetic": config.model.dtype,
                 "attention": config.device.attention_backend,
+                "CUDA graphs": "off" if config.device.enforce_eager else "on a GPU",
                 "kernels": describe_kernels() + (f", quantization {quantization}" if quantization else ""),
                 "context": config.model.max_model_len or checkpoint.max_position,
                 "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
@@ -154,6 +155,7 @@ def _info(options: argparse.Namespace) -> int:
                 "tokens per step": config.scheduler.max_num_batched_tokens,
             },
         )
+        _tell("auto is decided when the engine starts: info --start tells what is taken, and why")
     return 0
 
 
@@ -169,13 +171,16 @@ def _weights(checkpoint: Checkpoint) -> str:
 
 
 def _show_engine(info: EngineInfo) -> None:
+    sizes = info.graph_sizes
     _table(
         "engine",
         {
-            "device": info.device,
+            "device": info.device + (f" ({info.device_reason})" if info.device_reason else ""),
             "arithmetic": info.dtype,
             "attention": info.attention_backend,
+            **{f"  not {name}": reason for name, reason in info.other_backends.items()},
             "kernels": info.kernels,
+            "CUDA graphs": f"of {len(sizes)} sizes, up to {max(sizes)} rows" if sizes else "none",
             "context": info.max_model_len,
             "KV blocks": f"{info.num_blocks} of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:.0f} MiB"
             + (f" of {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),
@@ -183,6 +188,8 @@ def _show_engine(info: EngineInfo) -> None:
             "tokens per step": info.max_num_batched_tokens,
         },
     )
+    if info.memory_plan:
+        _table("memory, MiB", {name: f"{num_bytes / 2**20:.0f}" for name, num_bytes in info.memory_plan.items()})
     _table("start-up, seconds", {name: f"{seconds:.2f}" for name, seconds in info.phase_to_seconds.items()})
 
 

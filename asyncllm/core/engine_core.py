@@ -258,4 +258,8 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo) -> EngineInfo:
         phase_to_seconds=dict(found.phase_to_seconds),
         kernels=found.kernels,
         kv_cache_dtype=found.kv_cache_dtype,
+        device_reason=found.device_reason,
+        other_backends=dict(found.other_backends),
+        graph_sizes=list(found.graph_sizes),
+        memory_plan=dict(found.memory_plan),
     )

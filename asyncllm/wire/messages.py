@@ -161,6 +161,10 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     phase_to_seconds: dict[str, float] = {}
     kernels: str = ""  # which operators the model runs on, with instruction set and threads
     kv_cache_dtype: str = ""  # how keys and values are stored
+    device_reason: str = ""  # why this device, or which one it is
+    other_backends: dict[str, str] = {}  # attention backends that were not taken, and why
+    graph_sizes: list[int] = []  # numbers of rows whose decode steps are CUDA graphs
+    memory_plan: dict[str, int] = {}  # what the memory holds, in bytes, in words that a reader understands
 
 
 class StartupProgress(msgspec.Struct, array_like=True, tag=1):
