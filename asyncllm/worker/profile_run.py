@@ -1,4 +1,4 @@
-"""The largest step there will be, run once on requests that nobody sent, to see how much memory it takes.
+"""The largest step there will be, run once on requests that nobody sent, and the largest graph: what memory they take.
 
 Device-agnostic: the numbers come from a :class:`asyncllm.worker.memory.DeviceMemory`.
 """
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from asyncllm.worker.memory import DeviceMemory
     from asyncllm.worker.model_runner import ModelRunner
 
-__all__ = ["largest_step", "measure_step_bytes"]
+__all__ = ["largest_step", "measure_graph_bytes", "measure_step_bytes"]
+
+BYTES_PER_GRAPH = 4 << 20  # of a graph itself, whatever its size: its nodes, with their arguments
 
 DEAREST_SAMPLING = EngineSampling(
     max_tokens=2, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, logprobs=1
@@ -61,3 +63,25 @@ def measure_step_bytes(make_runner: Callable[[], ModelRunner], step: SchedulerOu
     peak_bytes = memory.peak_allocated_bytes()
     memory.empty_cache()
     return max(peak_bytes - memory.allocated_bytes(), 0)
+
+
+def measure_graph_bytes(make_runner: Callable[[], ModelRunner], memory: DeviceMemory) -> int:
+    """Return what the graphs of such a runner will take, in bytes; 0 where it records none.
+
+    The largest one is recorded and dropped: all others share its memory.
+    """
+    runner = make_runner()
+    graphs = runner.graphs
+    if not graphs.sizes:
+        return 0
+    memory.synchronize()
+    memory.empty_cache()
+    before_bytes, _ = memory.memory_info()
+    num_graphs, graphs.sizes = len(graphs.sizes), graphs.sizes[-1:]
+    runner.capture_graphs()
+    memory.synchronize()
+    after_bytes, _ = memory.memory_info()
+    graphs.drop()
+    del runner
+    memory.empty_cache()
+    return max(before_bytes - after_bytes, 0) + num_graphs * BYTES_PER_GRAPH

@@ -28,10 +28,12 @@ from asyncllm.models.native import NativeModel
 from asyncllm.models.registry import build_model
 from asyncllm.wire.messages import EngineSampling
 from asyncllm.wire.step import NewRequest, SchedulerOutput
+from asyncllm.worker.cuda_graphs import graph_sizes
+from asyncllm.worker.device_runtime import DeviceRuntime, make_runtime
 from asyncllm.worker.memory import KVCachePlan, MemoryProfile, plan_kv_cache
 from asyncllm.worker.model_runner import ModelRunner, StepResult
 from asyncllm.worker.offload import check_room, give_back_memory, move_to_device, move_to_host, weight_bytes
-from asyncllm.worker.profile_run import largest_step, measure_step_bytes
+from asyncllm.worker.profile_run import largest_step, measure_graph_bytes, measure_step_bytes
 
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
@@ -63,6 +65,7 @@ class Worker:
         self.eos_token_ids: tuple[int, ...] = ()
         self._model_max_len = 0
         self._threads_before: int | None = None
+        self._runtime: DeviceRuntime | None = None
         self._kernels: Kernels | None = None
         self._checkpoint: Checkpoint | None = None
         self._model: StepModel | None = None
@@ -76,7 +79,6 @@ class Worker:
         self._sleep_level = 0  # 0: awake
         self._is_offloaded = False
         self.device_memory: DeviceMemory | None = None  # of a platform that has its own
-        self.graph_bytes = 0  # what CUDA graphs will take of it; set before determine_num_blocks
         self._free_at_start_bytes = 0
         self._profiler: torch.profiler.profile | None = None
         self._profile_directory = Path()
@@ -129,6 +131,9 @@ class Worker:
 
         :raises ModelError: the checkpoint is not there or damaged; it decides the dtype, and so the kernels.
         """
+        self._runtime = make_runtime(self.device)
+        if self.platform.has_own_memory:
+            self.device_memory = self._runtime
         self._threads_before = torch.get_num_threads()
         self._checkpoint = open_checkpoint(self.config.model.model)
         name = self.config.model.dtype
@@ -246,14 +251,19 @@ class Worker:
         max_model_len = self.config.model.max_model_len or self._model_max_len
         block_size = self.config.cache.block_size
         step = largest_step(self.config.scheduler, block_size=block_size, max_prompt_len=max(max_model_len - 1, 1))
-        step_bytes = measure_step_bytes(lambda: self._make_runner(backend.allocate(1), max_model_len), step, memory)
+
+        def make_runner() -> ModelRunner:
+            return self._make_runner(backend.allocate(1), max_model_len)
+
+        step_bytes = measure_step_bytes(make_runner, step, memory)
+        graph_bytes = measure_graph_bytes(make_runner, memory)
         free_bytes, total_bytes = memory.memory_info()
         return MemoryProfile(
             total_bytes=total_bytes,
             free_bytes=free_bytes,
             used_bytes=max(self._free_at_start_bytes - free_bytes, memory.allocated_bytes()),
             step_bytes=step_bytes,
-            graph_bytes=self.graph_bytes,
+            graph_bytes=graph_bytes,
         )
 
     def _make_runner(self, kv_caches: list[KVCache], max_model_len: int) -> ModelRunner:
@@ -262,12 +272,19 @@ class Worker:
             self._ready(self._model),
             self._ready(self._backend),
             kv_caches,
+            self._ready(self._runtime),
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
             vocab_size=self.vocab_size,
             eos_token_ids=self.eos_token_ids,
+            graph_sizes=self._graph_sizes(),
         )
+
+    def _graph_sizes(self) -> list[int]:
+        if self.config.device.enforce_eager or not self._ready(self._runtime).can_capture:
+            return []
+        return graph_sizes(self.config.scheduler.max_num_seqs)
 
     def allocate_kv_cache(self, plan: KVCachePlan) -> None:
         """Allocate ``plan.num_blocks`` blocks and the null block, and the persistent batch.
@@ -302,6 +319,7 @@ class Worker:
         runner.execute(SchedulerOutput(-2, [0], [num_tokens], num_tokens, [request])).result()
         runner.execute(SchedulerOutput(-1, [0], [1], 1)).result()
         runner.batch.apply(SchedulerOutput(0, [], [], 0, freed_slots=[0]))
+        runner.capture_graphs(lambda fraction: self.report("warm_up", fraction))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepResult:
         """Launch one step and return its pending result."""
@@ -442,7 +460,7 @@ class Worker:
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
         self._profiler = self._runner = self._model = self._backend = self._threads_before = self._kernels = None
-        self._checkpoint = self._spec = self._plan = None
+        self._runtime = self._checkpoint = self._spec = self._plan = self.device_memory = None
         self._kv_caches = []
         self._sleep_level = 0
         self._is_offloaded = False

@@ -16,6 +16,7 @@ from asyncllm.attention.selector import choose_backend
 from asyncllm.models.base import CausalLM, ForwardContext
 from asyncllm.wire.messages import EngineSampling, LogprobRows
 from asyncllm.wire.step import ModelRunnerOutput, NewRequest, SchedulerOutput
+from asyncllm.worker.device_runtime import CpuRuntime
 from asyncllm.worker.model_runner import ModelRunner
 
 VOCAB = 97
@@ -86,6 +87,7 @@ def make_runner(
         model,
         chosen,
         chosen.allocate(num_blocks + 1),
+        CpuRuntime(),
         max_num_seqs=num_slots,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
