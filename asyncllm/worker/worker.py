@@ -117,7 +117,7 @@ class Worker:
     @property
     def graph_sizes(self) -> list[int]:
         """Return the numbers of rows whose decode steps are replayed as CUDA graphs."""
-        return []
+        return list(self._ready(self._runner).graphs.sizes)
 
     @property
     def memory_plan(self) -> dict[str, int]:
@@ -392,6 +392,8 @@ class Worker:
 
     def _drop(self, level: int) -> None:
         """Let go of what an engine that sleeps at ``level`` does not keep."""
+        if self._runner is not None:
+            self._runner.graphs.drop()  # they hold addresses of the blocks; the next runner records its own
         self._runner = self._backend = None
         self._kv_caches = []
         if level >= 2:

@@ -11,11 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from asyncllm.attention.base import GraphSupport
+from asyncllm.attention.cpu import CpuAttention
 from asyncllm.errors import CheckpointError, InsufficientMemoryError, ModelNotFoundError, UsageError
 from asyncllm.kernels import library
 from asyncllm.platforms.cpu import CpuPlatform
 from asyncllm.wire.step import NewRequest, SchedulerOutput
-from asyncllm.worker import offload
+from asyncllm.worker import offload, profile_run
+from asyncllm.worker.cuda_graphs import DecodeGraphs
+from asyncllm.worker.device_runtime import CpuRuntime
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.worker import Worker
 from tests.support import models
@@ -169,10 +173,11 @@ class OwnMemory(CpuPlatform):
     has_own_memory = True
 
 
-class DeviceMemory:
+class CountedRuntime(CpuRuntime):
     """Numbers of a device of 1000 KiB, of which the model takes 200, and a step 300 more."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[str] = []
         self.free_kib = [900, 700]
 
@@ -203,11 +208,17 @@ class DeviceWorker(Worker):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.platform = OwnMemory()
-        self.device_memory = self.memory = DeviceMemory()
 
 
 @pytest.fixture
-def on_device(tiny_llama: Path) -> Callable[..., Started]:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> CountedRuntime:
+    runtime = CountedRuntime()
+    monkeypatch.setattr("asyncllm.worker.worker.make_runtime", lambda device: runtime)
+    return runtime
+
+
+@pytest.fixture
+def on_device(tiny_llama: Path, runtime: CountedRuntime) -> Callable[..., Started]:
     def start(**options: Any) -> Started:
         defaults = {"worker_cls": f"{__name__}.DeviceWorker", "attention_backend": "cpu", "dtype": "bfloat16"}
         return Started(tiny_llama, **{**defaults, **options})
@@ -216,7 +227,7 @@ def on_device(tiny_llama: Path) -> Callable[..., Started]:
 
 
 def test_blocks_are_what_a_run_of_the_largest_step_leaves(
-    on_device: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
+    on_device: Callable[..., Started], runtime: CountedRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[SchedulerOutput] = []
     run_step = ModelRunner.execute
@@ -232,21 +243,46 @@ def test_blocks_are_what_a_run_of_the_largest_step_leaves(
         assert sum(steps[0].num_scheduled_tokens) == steps[0].total_num_tokens == 103
         assert steps[0].num_scheduled_tokens == [26, 26, 26, 25]
         assert [new.num_prompt_tokens for new in steps[0].new_requests] == [26, 26, 26, 25]  # each row draws
-        calls = started.worker.memory.calls  # type: ignore[attr-defined]
-        assert calls == ["synchronize", "empty_cache", "reset_peak", "synchronize", "peak", "empty_cache"]
+        assert runtime.calls == ["synchronize", "empty_cache", "reset_peak", "synchronize", "peak", "empty_cache"]
         assert run(started)
 
+        assert started.info.memory_plan == {
+            "whole device": 1000 << 10,
+            "weights": 200 << 10,
+            "the largest step": 300 << 10,
+            "CUDA graphs": 0,
+            "KV blocks": 100 * 4 << 10,
+        }
 
-def test_cuda_graphs_come_off_the_blocks(on_device: Callable[..., Started], monkeypatch: pytest.MonkeyPatch) -> None:
-    init_device = DeviceWorker.init_device
 
-    def with_graphs(self: DeviceWorker) -> None:
-        init_device(self)
-        self.graph_bytes = 40 << 10
+def test_what_the_graphs_take_is_measured_on_the_largest_and_comes_off_the_blocks(
+    on_device: Callable[..., Started], runtime: CountedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[list[int]] = []
+    monkeypatch.setattr("asyncllm.worker.worker.graph_sizes", lambda max_num_seqs: [1, 2, 4])
+    monkeypatch.setattr(profile_run, "BYTES_PER_GRAPH", 4 << 10)
+    monkeypatch.setattr(CpuAttention, "graphs", GraphSupport.DECODE)
+    monkeypatch.setattr(CountedRuntime, "can_capture", True)
+    monkeypatch.setattr(DecodeGraphs, "drop", lambda self: dropped.append(list(self.sizes)))
 
-    monkeypatch.setattr(DeviceWorker, "init_device", with_graphs)
+    def capture_graphs(self: ModelRunner, *args: Any) -> None:
+        if runtime.free_kib == [700]:
+            runtime.free_kib = [660, 700]  # while it is there
+        captured.append(list(self.graphs.sizes))
+
+    captured: list[list[int]] = []
+    monkeypatch.setattr(ModelRunner, "capture_graphs", capture_graphs)
     with on_device(num_blocks=None) as started:
-        assert started.info.num_blocks == (900 - 200 - 300 - 40) // 4 - 1
+        assert started.info.num_blocks == (900 - 200 - 300 - 40 - 3 * 4) // 4 - 1
+        assert started.info.graph_sizes == [1, 2, 4]
+        assert captured == [[4], [1, 2, 4]]
+        assert dropped == [[4]]
+        started.worker.sleep()
+        assert dropped == [[4], [1, 2, 4]]
+        started.worker.wake_up()
+        assert captured[2] == [1, 2, 4]  # the old ones knew the old blocks
+    with on_device(num_blocks=None, enforce_eager=True) as started:
+        assert started.info.graph_sizes == []
 
 
 @pytest.mark.parametrize("options", [{"max_num_batched_tokens": 1}, {"max_model_len": 2}, {"max_num_seqs": 1}])
