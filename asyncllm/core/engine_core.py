@@ -293,4 +293,8 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling:
         kernels=found.kernels,
         kv_cache_dtype=found.kv_cache_dtype,
         async_scheduling=async_scheduling,
+        device_reason=found.device_reason,
+        other_backends=dict(found.other_backends),
+        graph_sizes=list(found.graph_sizes),
+        memory_plan=dict(found.memory_plan),
     )
