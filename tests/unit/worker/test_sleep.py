@@ -35,6 +35,7 @@ PATHS = [
     pytest.param({"attention_backend": "cpu"}, id="torch"),
     pytest.param({"attention_backend": "cpu", "dtype": "bfloat16"}, id="torch-bfloat16"),
 ]
+INTERPRETED = pytest.param({"attention_backend": "triton", "max_num_seqs": 3}, marks=pytest.mark.triton, id="triton")
 
 
 def run(started: Started, count: int = 6) -> list[int]:
@@ -54,7 +55,7 @@ def anonymous_bytes() -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
 
 
-@pytest.mark.parametrize("options", PATHS)
+@pytest.mark.parametrize("options", [*PATHS, INTERPRETED])
 @pytest.mark.parametrize("levels", [[1], [2], [1, 1], [1, 2], [2, 1]])
 def test_it_wakes_up_with_the_same_tokens_and_an_empty_batch(
     tiny_llama: Path, options: dict[str, Any], levels: list[int]
