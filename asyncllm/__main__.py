@@ -153,6 +153,7 @@ def _info(options: argparse.Namespace) -> int:
                 "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
+                "steps overlap": _yes_no(config.scheduler.async_scheduling),
             },
         )
         _tell("auto is decided when the engine starts: info --start tells what is taken, and why")
@@ -168,6 +169,10 @@ def _weights(checkpoint: Checkpoint) -> str:
         sizes[tensor.type_name] += tensor.num_bytes
     shares = {name: num_bytes / sizes.total() for name, num_bytes in sizes.most_common()}
     return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+
+
+def _yes_no(value: bool | str) -> str:
+    return value if isinstance(value, str) else "yes" if value else "no"
 
 
 def _show_engine(info: EngineInfo) -> None:
@@ -186,6 +191,7 @@ def _show_engine(info: EngineInfo) -> None:
             + (f" of {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),
             "running at once": info.max_num_seqs,
             "tokens per step": info.max_num_batched_tokens,
+            "steps overlap": _yes_no(info.async_scheduling),
         },
     )
     if info.memory_plan:
