@@ -35,6 +35,8 @@ SCRATCH_BYTES = 512 << 20
 """Rows are cut into fewer parts where these would take more scratch memory; not into fewer than ``MIN_PARTS``."""
 MIN_PARTS = 8
 MAX_HEAD_DIM = 256
+MIN_CAPABILITY = 80
+"""Of bfloat16 and of copies that do not wait: Ampere."""
 
 
 @dataclass(kw_only=True)
@@ -84,11 +86,11 @@ class TritonAttention(AttentionBackend):
             return f"the head dim is {spec.head_dim}; it takes {MAX_HEAD_DIM} at most"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
-        if spec.device.type == "cuda":
-            return None
-        from asyncllm.kernels.triton.paged_attention import INTERPRET
+        from asyncllm.kernels.triton.paged_attention import INTERPRET, device_capability
 
-        if spec.device.type == "cpu" and INTERPRET:
+        if spec.device.type == "cuda" and 0 < device_capability() < MIN_CAPABILITY:
+            return f"the device's compute capability is {device_capability() / 10}; it needs {MIN_CAPABILITY / 10}"
+        if spec.device.type == "cuda" or (spec.device.type == "cpu" and INTERPRET):
             return None
         return f"it needs a CUDA device, not {spec.device.type!r} (or TRITON_INTERPRET=1, for tests)"
 

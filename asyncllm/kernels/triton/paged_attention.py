@@ -62,20 +62,31 @@ def small_and_large_tile(capability: int, group: int, head_dim: int, dtype: torc
     ``capability``: 90 for 9.0; 0 where there is no device. ``group``: query heads of a key/value head. No choice spills
     registers or exceeds the shared memory of its devices: the tests compile them.
     """
-    group = triton.next_power_of_2(group)
-    dim, wide = padded_dim(head_dim), dtype == torch.float32
+    padded_group, dim = triton.next_power_of_2(group), padded_dim(head_dim)
     if not capability:  # in the interpreter large tiles only cost time
-        return Tile(max(16, group), 16, 4, 2), Tile(max(32, group), 16, 4, 2)
-    small, large = _sizes(capability, dim, wide=wide)
-    return small._replace(rows=max(small.rows, group)), large._replace(rows=max(large.rows, group))
+        small, large = Tile(16, 16, 4, 2), Tile(32, 16, 4, 2)
+    elif dtype == torch.float32:  # which no matrix unit multiplies exactly
+        small, large = Tile(16, 16, 4, 2), Tile(32, 32 if dim <= 128 else 16, 8, 2)
+    else:
+        small, large = _half_tiles(capability, dim, odd=group != padded_group)
+    return small._replace(rows=max(small.rows, padded_group)), large._replace(rows=max(large.rows, padded_group))
 
 
-def _sizes(capability: int, dim: int, *, wide: bool) -> tuple[Tile, Tile]:
-    if wide:
-        return Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)
-    if dim <= 128:
-        return Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)
-    return Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)
+def _half_tiles(capability: int, dim: int, *, odd: bool) -> tuple[Tile, Tile]:
+    """Return the tiles of bfloat16 and float16. ``odd``: groups are no power of two, which takes more registers.
+
+    A decode tile leaves room for four programs on a multiprocessor of 9.0, whose grid has four: memory is kept busy by
+    many small tiles in flight. A prefill tile takes nearly all registers; its third stage is for the block ids, which
+    are read before the keys that they lead to.
+    """
+    if dim > 128:
+        return Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)
+    if dim <= 64:
+        return Tile(16, 64, 4, 2), Tile(128, 64, 8, 3)
+    small = Tile(16, 32 if odd and capability in (86, 89) else 64, 4, 2)
+    if odd:
+        return small, Tile(128 if 90 <= capability < 120 else 64, 32, 8, 2)
+    return small, Tile(128, 64, 8, 3) if capability in (80, 90) else Tile(128, 32, 8, 2)
 
 
 @functools.cache

@@ -88,7 +88,7 @@ def test_scratch_memory_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whole_prefill_is_the_same_as_in_chunks() -> None:
-    """In chunks of whole tiles, that is: the interpreter's matrix product rounds a row by its place among the others."""
+    """In chunks of whole tiles: the interpreter's matrix product rounds a row by its place among the others."""
     rows = make_rows()
     backend, cache = filled(rows)
     backend.max_parts = 1  # uncut: where a row is cut depends on the length of the chunk
