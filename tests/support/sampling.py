@@ -10,6 +10,7 @@ import torch
 
 from asyncllm.kernels.base import Kernels
 from asyncllm.sampling.columns import SamplingColumns
+from asyncllm.sampling.device_draw import DeviceDraw
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
 from asyncllm.wire.messages import EngineSampling, RareSampling
@@ -30,6 +31,7 @@ def sample(
     positions: Sequence[int] | None = None,
     eos_token_ids: tuple[int, ...] = (2,),
     kernels: Kernels | None = None,
+    device_draw: DeviceDraw | None = None,
 ) -> SamplerOutput:
     """Sample one token per row; ``histories`` are (prompt, output) ids, ``positions`` stand for outputs of that length.
 
@@ -41,7 +43,7 @@ def sample(
         prompt_lens = np.array([len(prompt) for prompt, _ in histories])
         output_lens = np.array([len(output) for _, output in histories])
     slots = np.arange(num_rows)[::-1].copy()
-    columns = SamplingColumns(num_rows, vocab_size=vocab_size, eos_token_ids=eos_token_ids, device=torch.device("cpu"))
+    columns = SamplingColumns(num_rows, vocab_size=vocab_size, eos_token_ids=eos_token_ids, upload=torch.from_numpy)
     for slot, row_params in zip(slots.tolist(), params, strict=True):
         columns.put(slot, row_params)
     reads_tokens = histories is not None or bool(columns.adjusted)
@@ -50,4 +52,4 @@ def sample(
         tokens[slot, : len(prompt) + len(output)] = [*prompt, *output]
     history = TokenHistory(torch.from_numpy(tokens), slots, prompt_lens, prompt_lens + output_lens)
     with torch.inference_mode():
-        return Sampler(kernels).sample(logits.clone(), columns.select(slots), history)
+        return Sampler(kernels, device_draw).sample(logits.clone(), columns.select(slots), history)
