@@ -102,15 +102,18 @@ class TritonAttention(AttentionBackend):
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """Return one zeroed cache [2, N, S, KV, D] per layer; the scratch memory is allocated as well."""
         spec = self.spec
-        if self._work is not None:
+        if self._work is not None and self._scratch is None:
             self._allocate_scratch(self._work)
         shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return [torch.zeros(shape, dtype=spec.kv_format.dtype, device=spec.device) for _ in range(spec.num_layers)]
 
     def step_fields(self, limits: StepLimits) -> list[StepField]:
         """Return the arrays of the work list."""
-        self._work = self._work_list(limits)
-        return self._work.fields()
+        work = self._work_list(limits)
+        if self._work is None or self._work.num_slots != work.num_slots:
+            self._scratch = None
+        self._work = work
+        return work.fields()
 
     def scratch_bytes(self, limits: StepLimits) -> int:
         """Return the memory of the partial results of rows that are cut."""

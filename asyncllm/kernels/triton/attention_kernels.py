@@ -11,7 +11,7 @@ token is read. Source: Dao 2023 (online softmax), split along the keys as in Fla
 
 # Kernels are read by Triton's compiler, not called by Python.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPossiblyUnbound=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl
@@ -55,16 +55,16 @@ def _attend(
     scale_log2,
     softcap,
     window,
-    STRIDE_TOKEN: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    PADDED_DIM: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    MASKED: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    F32: tl.constexpr,  # noqa: N803
-    INTERPRET: tl.constexpr,  # noqa: N803
+    STRIDE_TOKEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    F32: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """Return the three sums with the keys ``start … start + TILE`` in them.
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from triton.runtime.driver import driver
 
 from asyncllm.kernels.triton.attention_kernels import kv_write_kernel, merge_parts_kernel, paged_attention_kernel
+from asyncllm.kernels.triton.operators import define_operator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,18 +108,6 @@ def num_programs(device_index: int) -> int:
         return NUM_INTERPRETED_PROGRAMS
     properties = driver.active.utils.get_device_properties(device_index)
     return PROGRAMS_PER_MULTIPROCESSOR * int(properties["multiprocessor_count"])
-
-
-# The low-level form: torch.library.custom_op adds ten and more microseconds to a call.
-_torch_library: Any = torch.library  # of which much has no types
-_library = _torch_library.Library("asyncllm", "FRAGMENT")
-_library.define(
-    "paged_attention(Tensor(a!) out, Tensor query, Tensor cache, Tensor slots, Tensor query_start, Tensor seq_lens,"
-    " Tensor block_tables, Tensor small_items, Tensor small_merges, Tensor large_items, Tensor large_merges,"
-    " Tensor bounds, Tensor(b!) part_out, Tensor(c!) part_stat, float scale, float softcap, int window,"
-    " int[] small_tile, int[] large_tile, bool small, bool merge_small, bool[] waves) -> ()"
-)
-_library.define("kv_write(Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping) -> ()")
 
 
 def _paged_attention(
@@ -238,16 +227,20 @@ def _nothing(*_: object) -> None:
     """Stand for an operator that only writes to its arguments, where tensors have no memory."""
 
 
-_library.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
-_library.impl("kv_write", _kv_write, "CompositeExplicitAutograd")
-_torch_library.register_fake("asyncllm::paged_attention", _nothing, lib=_library)
-_torch_library.register_fake("asyncllm::kv_write", _nothing, lib=_library)
-
-paged_attention = torch.ops.asyncllm.paged_attention.default
-"""Write to ``out`` [T, H, D] the attention of ``query`` over the blocks of each row; see the schema above.
+paged_attention = define_operator(
+    "paged_attention(Tensor(a!) out, Tensor query, Tensor cache, Tensor slots, Tensor query_start, Tensor seq_lens,"
+    " Tensor block_tables, Tensor small_items, Tensor small_merges, Tensor large_items, Tensor large_merges,"
+    " Tensor bounds, Tensor(b!) part_out, Tensor(c!) part_stat, float scale, float softcap, int window,"
+    " int[] small_tile, int[] large_tile, bool small, bool merge_small, bool[] waves) -> ()",
+    _paged_attention,
+    _nothing,
+)
+"""Write to ``out`` [T, H, D] the attention of ``query`` over the blocks of each row; ``scale`` is above zero.
 
 ``small``, ``merge_small``: whether these launches are made; ``waves``: for each wave of large tiles, whether it merges.
 """
 
-kv_write = torch.ops.asyncllm.kv_write.default
+kv_write = define_operator(
+    "kv_write(Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping) -> ()", _kv_write, _nothing
+)
 """Store ``key`` and ``value`` [T, KV, D], heads of a token side by side, at ``slot_mapping`` [T]; -1 stores nothing."""
