@@ -104,13 +104,3 @@ def test_block_size_and_the_places_of_blocks() -> None:
         torch.cat(rows.run(*filled(rows), MIXED)),
         torch.cat(other.run(*filled(other), MIXED)),
     )
-
-
-def test_the_same_launches_serve_other_lengths_of_a_decode_step() -> None:
-    """A captured step keeps the plan's launches; only what the arrays hold is new."""
-    rows = make_rows()
-    backend, _ = filled(rows)
-    short = [(row, 0, 1) for row in range(4)]
-    first = rows.plan(backend, short)
-    second = rows.plan(backend, DECODE)
-    assert (first.small, first.merge_small, first.waves) == (second.small, second.merge_small, second.waves)
