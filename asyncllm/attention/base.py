@@ -117,7 +117,7 @@ class FlatBatch:
     query_lens: Int32  # [B] new tokens per row, >= 1
     seq_lens: Int32  # [B] tokens per row including the new ones
     query_start: Int32  # [B + 1] first new token of each row in the flat batch
-    block_table: Int32  # [B, max_blocks] block ids; unused entries are 0
+    block_table: Int32  # [B, max_blocks] block ids; unused entries are 0; [0, 0] for backends that read the device's
     slot_mapping: Int64  # [T] block id * block size + offset of each new token
     positions: Int64  # [T] position of each new token in its request
     fields: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])

@@ -18,6 +18,7 @@ NAME_TO_BACKEND = {
     "cpu": ("asyncllm.attention.cpu", "CpuAttention"),
     "native": ("asyncllm.attention.native", "NativeAttention"),
     "reference": ("asyncllm.attention.reference", "ReferenceAttention"),
+    "triton": ("asyncllm.attention.triton", "TritonAttention"),
 }
 
 

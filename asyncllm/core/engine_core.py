@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.errors import UtilityError, describe_error
+from asyncllm.errors import UsageError, UtilityError, describe_error, shown
 from asyncllm.executor.base import Executor, ExecutorInfo, ReportProgress
 from asyncllm.wire.messages import (
     AbortRequests,
@@ -36,6 +36,9 @@ __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 PROFILE_DIR = "asyncllm-profile"
 """Where trace files go by default, below the folder that the caller started the engine in."""
 
+SLEEP_LEVELS = (1, 2)
+"""1: the weights of a GPU go to the host, those of a CPU stay; 2: they are dropped and read from the disk again."""
+
 SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
 
 UTILITIES = frozenset(
@@ -46,9 +49,11 @@ UTILITIES = frozenset(
         "pause",
         "reset_prefix_cache",
         "resume",
+        "sleep",
         "start_profile",
         "stats",
         "stop_profile",
+        "wake_up",
     }
 )
 """The methods of :class:`EngineCore` that the front end may call by name."""
@@ -187,8 +192,35 @@ class EngineCore:
         """Run steps again."""
         self.scheduler.paused = False
 
+    def sleep(self, level: int = 1) -> None:
+        """Have the workers give their memory back and run no step until :meth:`wake_up`; requests are kept.
+
+        Those that run are preempted: they go on later and compute everything again. Idempotent; a deeper level may
+        follow.
+
+        :raises UsageError: there is no such level.
+        :raises InsufficientMemoryError: the host has no room for the weights of a GPU; nothing but the preemption and
+            the loss of cached prefixes has happened.
+        """
+        if isinstance(level, bool) or level not in SLEEP_LEVELS:
+            limit = " or ".join(map(str, SLEEP_LEVELS))
+            raise UsageError(f"level is {shown(level)!r}; sleep() takes level {limit}")
+        if not self.scheduler.asleep:
+            self.scheduler.reset_prefix_cache(reset_running=True)
+        self.executor.collective_rpc("sleep", [int(level)])
+        self.scheduler.fall_asleep()
+
+    def wake_up(self) -> None:
+        """Have the workers take their memory again, and go on. Idempotent.
+
+        :raises Exception: a worker could not; the engine sleeps on, and this may be tried again.
+        """
+        if self.scheduler.asleep:
+            self.executor.collective_rpc("wake_up")
+            self.scheduler.asleep = False
+
     def drain(self) -> Future[None]:
-        """Answer once no request is left, paused or parked ones included."""
+        """Answer once no request is left, paused or parked ones and those that wait for :meth:`wake_up` included."""
         drain: Future[None] = Future()
         if self.scheduler.has_unfinished():
             self._drains.append(drain)

@@ -32,7 +32,7 @@ class CpuPlatform(Platform):
     worker_cls: ClassVar[str] = "asyncllm.worker.worker.Worker"
     attention_backends: ClassVar[tuple[str, ...]] = ("native", "cpu", "reference")
 
-    def default_dtype(self) -> str:
+    def default_dtype(self, stored_as: str | None) -> str:
         """Return float32: equal to transformers in float32, and the fastest of torch's dtypes on most CPUs."""
         return "float32"
 
