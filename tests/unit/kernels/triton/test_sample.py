@@ -20,9 +20,9 @@ from tests.unit.kernels.test_drawing import FIELDS
 pytest.importorskip("triton")
 
 from asyncllm.kernels.triton import sample as kernels
-from asyncllm.kernels.triton.fused import INTERPRETED, TritonFusedKernels
+from asyncllm.kernels.triton.fused import TritonFusedKernels
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 before triton is imported")
+pytestmark = pytest.mark.triton
 
 TEMPERATURES = (1.0, 0.3, 7.0)
 
