@@ -23,8 +23,10 @@ from asyncllm.attention.base import (
     StepLimits,
 )
 from asyncllm.attention.work_list import LARGE_CHUNK, SMALL_CHUNK, WorkList, WorkListLimits
+from asyncllm.kernels.fused import fused_kernels
 
 if TYPE_CHECKING:
+    from asyncllm.kernels.fused import HeadNorms, Rotation
     from asyncllm.kernels.triton.paged_attention import Tile
 
 __all__ = ["TritonAttention", "TritonPlan"]
@@ -62,6 +64,7 @@ class TritonAttention(AttentionBackend):
         from asyncllm.kernels.triton import paged_attention as kernels
 
         self._kernels = kernels
+        self._fused = fused_kernels(spec.device)
         self._group = spec.num_heads // spec.num_kv_heads
         self._small: Tile
         self._large: Tile
@@ -140,6 +143,17 @@ class TritonAttention(AttentionBackend):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: TritonPlan) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
         self._kernels.kv_write(_side_by_side(key), _side_by_side(value), cache, plan.batch.slot_mapping)
+
+    def rotate_and_write(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        cache: torch.Tensor,
+        plan: TritonPlan,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """Return the query heads normalised and rotated, and store keys and values, in one launch on a GPU."""
+        return self._fused.rotate_and_write(heads, rotation, cache, plan.batch.slot_mapping, norms)
 
     def forward(
         self, query: torch.Tensor, cache: torch.Tensor, plan: TritonPlan, *, scale: float, window: int | None = None
