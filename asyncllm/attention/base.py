@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from asyncllm.kernels.base import Format, Kernels
+from asyncllm.kernels.fused import HeadNorms, Rotation, rotate_heads
 
 __all__ = [
     "NAME_TO_KV_FORMAT",
@@ -116,7 +117,7 @@ class FlatBatch:
     query_lens: Int32  # [B] new tokens per row, >= 1
     seq_lens: Int32  # [B] tokens per row including the new ones
     query_start: Int32  # [B + 1] first new token of each row in the flat batch
-    block_table: Int32  # [B, max_blocks] block ids; unused entries are 0
+    block_table: Int32  # [B, max_blocks] block ids; unused entries are 0; [0, 0] for backends that read the device's
     slot_mapping: Int64  # [T] block id * block size + offset of each new token
     positions: Int64  # [T] position of each new token in its request
     fields: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
@@ -191,6 +192,20 @@ class AttentionBackend(ABC):
     @abstractmethod
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
+
+    def rotate_and_write(
+        self, heads: torch.Tensor, rotation: Rotation, cache: KVCache, plan: Any, norms: HeadNorms | None = None
+    ) -> torch.Tensor:
+        """Return the query heads [T, H, D] of ``heads`` normalised and rotated; store keys and values.
+
+        ``heads`` [T, H + 2 * KV, D] are query, key and value heads, contiguous in each token; keys are normalised and
+        rotated before they are stored. A backend that has it in one launch overrides this.
+        """
+        num_kv_heads = self.spec.num_kv_heads
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        rotated = rotate_heads(heads, num_kv_heads, rotation, norms)
+        self.write_kv(rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :], cache, plan)
+        return rotated[:, :num_heads]
 
     @abstractmethod
     def forward(

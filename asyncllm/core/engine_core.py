@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.errors import UtilityError, describe_error
+from asyncllm.errors import UsageError, UtilityError, describe_error, shown
 from asyncllm.executor.base import Executor, ExecutorInfo, PendingStep, ReportProgress
 from asyncllm.wire.messages import (
     AbortRequests,
@@ -42,6 +42,9 @@ __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 PROFILE_DIR = "asyncllm-profile"
 """Where trace files go by default, below the folder that the caller started the engine in."""
 
+SLEEP_LEVELS = (1, 2)
+"""1: the weights of a GPU go to the host, those of a CPU stay; 2: they are dropped and read from the disk again."""
+
 SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
 
 UTILITIES = frozenset(
@@ -52,9 +55,11 @@ UTILITIES = frozenset(
         "pause",
         "reset_prefix_cache",
         "resume",
+        "sleep",
         "start_profile",
         "stats",
         "stop_profile",
+        "wake_up",
     }
 )
 """The methods of :class:`EngineCore` that the front end may call by name."""
@@ -85,6 +90,7 @@ class EngineCore:
                 self.executor.shutdown()
             raise
         self._steps_out: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._settled: deque[EngineCoreOutputs] = deque()  # of steps that a utility had to end
         self._refused: list[FinishedRequest] = []
         self._drains: list[Future[None]] = []
         self._pauses: list[Future[None]] = []
@@ -117,6 +123,8 @@ class EngineCore:
 
         :raises Exception: the executor failed; the engine cannot go on.
         """
+        if self._settled:
+            return self._settled.popleft()
         while len(self._steps_out) < self.max_steps_out and (scheduled := self.scheduler.schedule()) is not None:
             self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
         if self._steps_out:
@@ -138,9 +146,15 @@ class EngineCore:
                 self._answer_all(self._drains)
         return outputs
 
+    def _settle(self) -> None:
+        """End the steps that are out; what they produced is the next that :meth:`step` returns."""
+        while self._steps_out:
+            scheduled, pending = self._steps_out.popleft()
+            self._settled.append(self.scheduler.update_from_output(scheduled, pending.result()))
+
     def has_work(self) -> bool:
         """Return whether :meth:`step` has something to do now."""
-        return bool(self._refused or self._steps_out) or self.scheduler.has_work()
+        return bool(self._refused or self._steps_out or self._settled) or self.scheduler.has_work()
 
     def shutdown(self) -> None:
         """End the executor, after the steps that are out. Idempotent."""
@@ -207,8 +221,36 @@ class EngineCore:
         """Run steps again."""
         self.scheduler.paused = False
 
+    def sleep(self, level: int = 1) -> None:
+        """Have the workers give their memory back and run no step until :meth:`wake_up`; requests are kept.
+
+        Those that run are preempted: they go on later and compute everything again. Idempotent; a deeper level may
+        follow.
+
+        :raises UsageError: there is no such level.
+        :raises InsufficientMemoryError: the host has no room for the weights of a GPU; nothing but the preemption and
+            the loss of cached prefixes has happened.
+        """
+        if isinstance(level, bool) or level not in SLEEP_LEVELS:
+            limit = " or ".join(map(str, SLEEP_LEVELS))
+            raise UsageError(f"level is {shown(level)!r}; sleep() takes level {limit}")
+        self._settle()
+        if not self.scheduler.asleep:
+            self.scheduler.reset_prefix_cache(reset_running=True)
+        self.executor.collective_rpc("sleep", [int(level)])
+        self.scheduler.fall_asleep()
+
+    def wake_up(self) -> None:
+        """Have the workers take their memory again, and go on. Idempotent.
+
+        :raises Exception: a worker could not; the engine sleeps on, and this may be tried again.
+        """
+        if self.scheduler.asleep:
+            self.executor.collective_rpc("wake_up")
+            self.scheduler.asleep = False
+
     def drain(self) -> Future[None]:
-        """Answer once no request is left, paused or parked ones included, and no step is out."""
+        """Answer once no request is left and no step is out; paused, parked and sleeping requests count as well."""
         return self._answer_when(not self._steps_out and not self.scheduler.has_unfinished(), self._drains)
 
     def check_health(self) -> None:
@@ -251,4 +293,8 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling:
         kernels=found.kernels,
         kv_cache_dtype=found.kv_cache_dtype,
         async_scheduling=async_scheduling,
+        device_reason=found.device_reason,
+        other_backends=dict(found.other_backends),
+        graph_sizes=list(found.graph_sizes),
+        memory_plan=dict(found.memory_plan),
     )

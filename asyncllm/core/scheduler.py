@@ -34,7 +34,7 @@ from asyncllm.core.kv_cache_manager import KVCacheManager
 from asyncllm.core.logprobs import forward_logprobs
 from asyncllm.core.request import NEVER, Request, RequestStatus, why_refused
 from asyncllm.core.request_queue import RequestQueue
-from asyncllm.errors import AsyncLLMError, DuplicateRequestError, ErrorInfo, RequestFailedError
+from asyncllm.errors import AsyncLLMError, DuplicateRequestError, ErrorInfo, RequestFailedError, UsageError
 from asyncllm.wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -73,6 +73,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.kv = KVCacheManager(config.cache, num_blocks, hash_function)
         self.paused = False  # while set, ``schedule`` returns None
+        self.asleep = False  # the same, while the workers have no KV blocks
         self.requests: dict[int, Request] = {}  # all that are live, by id
         self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order of urgency
@@ -154,7 +155,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- the step
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or ``None`` if nothing can be computed now; see the module for the order."""
-        if self.paused or not (self.running or self.waiting):
+        if self.paused or self.asleep or not (self.running or self.waiting):
             return None
         step = SchedulerOutput(self._step_id, [], [], 0)
         rows: list[Request] = []
@@ -422,7 +423,8 @@ class Scheduler:
 
         Steps that are out are not counted: who launched them knows of them.
         """
-        return bool(self._finished) or (not self.paused and bool(self.running or self.waiting))
+        is_held = self.paused or self.asleep
+        return bool(self._finished) or (not is_held and bool(self.running or self.waiting))
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters since start, as a copy."""
@@ -433,6 +435,7 @@ class Scheduler:
             num_waiting=len(self.requests) - num_running,
             num_free_blocks=self.kv.pool.num_free_blocks + self.kv.num_leaving_blocks(),
             num_parked=len(self.parked),
+            is_sleeping=self.asleep,
         )
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -446,6 +449,16 @@ class Scheduler:
             return False
         self.kv.reset_prefix_cache()
         return True
+
+    def fall_asleep(self) -> None:
+        """Schedule nothing until :attr:`asleep` is unset: the workers have forgotten all slots and blocks.
+
+        :raises UsageError: a request still holds some; preempt first (:meth:`reset_prefix_cache`).
+        """
+        if not self.reset_prefix_cache():
+            raise UsageError("requests hold slots and blocks of a scheduler that is to fall asleep")
+        self._freed_slots.clear()
+        self.asleep = True
 
     def check_integrity(self) -> None:
         """Verify that requests, slots and blocks agree; O(everything), for tests.

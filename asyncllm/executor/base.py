@@ -47,6 +47,14 @@ class ExecutorInfo:
     """Which operators the model runs on, with instruction set and threads."""
     kv_cache_dtype: str = ""
     """How keys and values are stored."""
+    device_reason: str = ""
+    """Why this device was taken, or which one it is."""
+    other_backends: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The attention backends that were not taken, and why."""
+    graph_sizes: Sequence[int] = ()
+    """Numbers of rows whose decode steps are replayed as CUDA graphs."""
+    memory_plan: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What the memory holds, in bytes, by words for a reader."""
     phase_to_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 

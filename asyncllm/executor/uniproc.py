@@ -73,6 +73,10 @@ class UniProcExecutor(Executor):
             attention_backend=worker.attention_backend,
             kernels=worker.kernels,
             kv_cache_dtype=worker.kv_cache_dtype,
+            device_reason=worker.platform.reason,
+            other_backends=worker.other_backends,
+            graph_sizes=worker.graph_sizes,
+            memory_plan=worker.memory_plan,
             phase_to_seconds=phase_to_seconds,
         )
 

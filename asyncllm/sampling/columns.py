@@ -5,9 +5,6 @@
 path a row takes (greedy, plain, filtered; penalties; logprobs) is known here, on the host, from its parameters alone.
 """
 
-# pyright: reportUnknownMemberType=false
-# (torch does not say which arrays from_numpy takes)
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from asyncllm.sampling.logprobs import RequestedTokens
 from asyncllm.sampling.penalties import Adjustments
 
 if TYPE_CHECKING:
+    from asyncllm.sampling.upload import Upload
     from asyncllm.wire.messages import EngineSampling
 
 __all__ = ["RandomRows", "SamplingColumns", "SamplingMetadata"]
@@ -74,12 +72,10 @@ class SamplingMetadata:
 class SamplingColumns:
     """Sampling parameters of the requests in the slots of a persistent batch."""
 
-    def __init__(
-        self, num_slots: int, *, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
-    ) -> None:
+    def __init__(self, num_slots: int, *, vocab_size: int, eos_token_ids: tuple[int, ...], upload: Upload) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self.device = device
+        self._upload = upload
         self.parameters = np.zeros(num_slots, SAMPLING_DTYPE)
         self.temperature: npt.NDArray[np.float32] = self.parameters["temperature"]
         self.top_k: npt.NDArray[np.int32] = self.parameters["top_k"]
@@ -123,11 +119,11 @@ class SamplingColumns:
         logprob_slots: list[int] = slots[want_logprobs].tolist()
         return SamplingMetadata(
             slots=slots,
-            greedy_rows=None if greedy.all() else self._tensor(np.flatnonzero(greedy)),
+            greedy_rows=None if greedy.all() else self._upload(np.flatnonzero(greedy)),
             random_rows=self._random_rows(slots, ~greedy),
             parameters=self.parameters[slots],
             adjustments=self._adjustments(rows_to_sampling) if rows_to_sampling else None,
-            logprob_rows=self._tensor(want_logprobs) if len(want_logprobs) else None,
+            logprob_rows=self._upload(want_logprobs) if len(want_logprobs) else None,
             logprob_slots=logprob_slots,
             num_logprobs=self.num_logprobs[slots[want_logprobs]].tolist(),
             requested=self._requested(logprob_slots) if self.requested else None,
@@ -135,7 +131,7 @@ class SamplingColumns:
 
     def _requested(self, slots: list[int]) -> RequestedTokens | None:
         ids = [self.requested.get(slot, []) for slot in slots]
-        return RequestedTokens(ids, self.device) if any(ids) else None
+        return RequestedTokens(ids, self._upload) if any(ids) else None
 
     def _random_rows(self, slots: Int64, random: npt.NDArray[np.bool_]) -> list[RandomRows]:
         if not random.any():
@@ -152,7 +148,7 @@ class SamplingColumns:
         chosen = slots[rows]
         temperature, min_p = self.temperature[chosen], self.min_p[chosen]
         return RandomRows(
-            rows=None if len(rows) == len(slots) else self._tensor(rows),
+            rows=None if len(rows) == len(slots) else self._upload(rows),
             temperature=None if (temperature == 1).all() else self._column(temperature),
             top_k=self._column(self.top_k[chosen]) if self.top_k[chosen[0]] else None,
             top_p=self._column(self.top_p[chosen]) if num_top else None,
@@ -162,11 +158,8 @@ class SamplingColumns:
 
     def _adjustments(self, rows_to_sampling: dict[int, EngineSampling]) -> Adjustments:
         return Adjustments(
-            rows_to_sampling, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids, device=self.device
+            rows_to_sampling, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids, upload=self._upload
         )
 
-    def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
     def _column(self, array: npt.NDArray[np.float32 | np.int32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device).unsqueeze(1)
+        return self._upload(array).unsqueeze(1)

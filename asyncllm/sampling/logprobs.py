@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
 from asyncllm.wire.messages import LogprobRows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from asyncllm.sampling.upload import Upload
 
 __all__ = ["LogprobTensors", "RequestedTokens", "compute_logprobs"]
 
@@ -21,13 +26,14 @@ MAX_TOP = 64  # SamplingParams refuses more; one width for all rows keeps a row'
 class RequestedTokens:
     """Tokens that rows want to hear of whatever the draw: row i those of ``ids[i]``, which may be none."""
 
-    def __init__(self, ids: list[list[int]], device: torch.device) -> None:
-        self.counts = [len(row_ids) for row_ids in ids]
-        columns = np.zeros((len(ids), max(self.counts)), np.int64)  # short rows are filled up with any token
+    def __init__(self, ids: list[list[int]], upload: Upload) -> None:
+        self.ids = ids
+        counts = [len(row_ids) for row_ids in ids]
+        columns = np.zeros((len(ids), max(counts)), np.int64)  # short rows are filled up with any token
         for row, row_ids in enumerate(ids):
             columns[row, : len(row_ids)] = row_ids
-        self.token_ids = torch.from_numpy(columns).to(device)  # [R, largest count]
-        self.rows = torch.from_numpy(np.flatnonzero(self.counts)).to(device)  # those with any
+        self.token_ids = upload(columns)  # [R, largest count]
+        self.rows = upload(np.flatnonzero(counts))  # those with any
 
 
 @dataclass(slots=True)
@@ -40,15 +46,14 @@ class RequestedLogprobs:
 
     def append_to(self, rows: list[LogprobRows]) -> None:
         """Append each row's requested tokens to its candidates."""
-        ids = cast("list[list[int]]", self.tokens.token_ids.tolist())
         logprobs = cast("list[list[float]]", self.logprobs.tolist())
-        ranks_of = cast("list[list[int]]", self.ranks.tolist())
-        for row, ranks in zip(cast("list[int]", self.tokens.rows.tolist()), ranks_of, strict=True):
-            count = self.tokens.counts[row]
-            rows[row].width += count
-            rows[row].token_ids += ids[row][:count]
-            rows[row].logprobs += logprobs[row][:count]
-            rows[row].ranks += ranks[:count]
+        ranks_of = iter(cast("list[list[int]]", self.ranks.tolist()))
+        for row, ids in enumerate(self.tokens.ids):
+            if ids:
+                rows[row].width += len(ids)
+                rows[row].token_ids += ids
+                rows[row].logprobs += logprobs[row][: len(ids)]
+                rows[row].ranks += next(ranks_of)[: len(ids)]
 
 
 @dataclass(slots=True)
@@ -59,6 +64,19 @@ class LogprobTensors:
     logprobs: torch.Tensor  # [R, 1 + top]
     ranks: torch.Tensor  # [R] of the chosen token; the others are 1, 2, …
     requested: RequestedLogprobs | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what lies on the device."""
+        found = [self.token_ids, self.logprobs, self.ranks]
+        return found if self.requested is None else [*found, self.requested.logprobs, self.requested.ranks]
+
+    def on_host(self, tensors: Iterator[torch.Tensor]) -> LogprobTensors:
+        """Return the same with the next of ``tensors``, copies of those of :meth:`tensors`."""
+        token_ids, logprobs, ranks = next(tensors), next(tensors), next(tensors)
+        requested = self.requested
+        if requested is not None:
+            requested = RequestedLogprobs(requested.tokens, next(tensors), next(tensors))
+        return LogprobTensors(token_ids, logprobs, ranks, requested)
 
     def to_rows(self, num_top: list[int]) -> list[LogprobRows]:
         """Return one :class:`LogprobRows` of one position per row: ``num_top[row]`` top tokens, then the requested."""

@@ -5,9 +5,6 @@ there is no state to lose in a preemption. Penalties cost a gather and a scatter
 All rows are changed at once through flat indices ``row * V + token``.
 """
 
-# pyright: reportUnknownMemberType=false
-# (torch does not say which arrays from_numpy takes)
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ import torch
 from asyncllm.sampling.bad_words import BadWords
 
 if TYPE_CHECKING:
+    from asyncllm.sampling.upload import Upload
     from asyncllm.wire.messages import EngineSampling
 
 __all__ = ["Adjustments", "TokenHistory"]
@@ -38,6 +36,7 @@ class TokenHistory:
     slots: Int64
     num_prompt_tokens: Int64
     num_tokens: Int64
+    uniforms: torch.Tensor | None = None  # [rows] float64 in [0, 1), on the device; None: whoever draws makes them
 
     @property
     def positions(self) -> Int64:
@@ -54,19 +53,20 @@ class Adjustments:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        device: torch.device,
+        upload: Upload,
     ) -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self._upload = upload
         rows = np.array(list(row_to_sampling), np.int64)
         samplings = list(row_to_sampling.values())
         self._bias_cells = self._cells(rows, [list(sampling.logit_bias) for sampling in samplings])
-        self._bias = self._floats([bias for sampling in samplings for bias in sampling.logit_bias.values()])
+        bias = [bias for sampling in samplings for bias in sampling.logit_bias.values()]
+        self._bias = upload(np.array(bias, np.float32))
         allowed = [sampling.allowed_token_ids for sampling in samplings]
-        self._allowed_rows = self._tensor(rows[[bool(ids) for ids in allowed]])
+        self._allowed_rows = self._upload(rows[[bool(ids) for ids in allowed]])
         self._allowed_cells = self._cells(rows, allowed)
         words = [(row, word) for row, sampling in row_to_sampling.items() for word in sampling.bad_words]
-        self._bad_words = BadWords(words, vocab_size=vocab_size, device=device) if words else None
+        self._bad_words = BadWords(words, vocab_size=vocab_size, upload=upload) if words else None
         self._repetition = _rows_of(rows, [s.repetition_penalty for s in samplings], neutral=1.0)
         self._frequency = _rows_of(rows, [s.frequency_penalty for s in samplings], neutral=0.0)
         self._presence = _rows_of(rows, [s.presence_penalty for s in samplings], neutral=0.0)
@@ -110,7 +110,7 @@ class Adjustments:
         rows, penalty = self._repetition
         if len(rows):
             cells, nth = self._seen(rows, history, prompt=True)
-            factor = self._tensor(penalty).index_select(0, nth)
+            factor = self._upload(penalty).index_select(0, nth)
             seen = flat.index_select(0, cells)
             # A cell may stand many times; each copy writes the same value.
             changed = torch.where(seen > 0, seen / factor, seen * factor)
@@ -118,11 +118,11 @@ class Adjustments:
         rows, penalty = self._frequency
         if len(rows):
             cells, nth = self._seen(rows, history, prompt=False)
-            flat.index_add_(0, cells, self._tensor(-penalty).index_select(0, nth))
+            flat.index_add_(0, cells, self._upload(-penalty).index_select(0, nth))
         rows, penalty = self._presence
         if len(rows):
             cells, nth = self._seen(rows, history, prompt=False)
-            flat.index_copy_(0, cells, flat.index_select(0, cells) - self._tensor(penalty).index_select(0, nth))
+            flat.index_copy_(0, cells, flat.index_select(0, cells) - self._upload(penalty).index_select(0, nth))
 
     def _seen(self, rows: Int64, history: TokenHistory, *, prompt: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cells of the tokens that ``rows`` hold, with repeats, and the place in ``rows`` of each."""
@@ -131,20 +131,14 @@ class Adjustments:
         nth = np.repeat(np.arange(len(rows)), count)
         column = np.arange(len(nth)) - np.repeat(np.cumsum(count) - count - begin, count)
         stride = history.tokens.shape[1]
-        places = self._tensor(history.slots[rows][nth] * stride + column)
+        places = self._upload(history.slots[rows][nth] * stride + column)
         tokens = history.tokens.view(-1).index_select(0, places)
-        return tokens + self._tensor(rows[nth] * self._vocab_size), self._tensor(nth)
+        return tokens + self._upload(rows[nth] * self._vocab_size), self._upload(nth)
 
     def _cells(self, rows: Int64, ids: list[list[int]]) -> torch.Tensor:
         counts = [len(row_ids) for row_ids in ids]
         tokens = np.array([token for row_ids in ids for token in row_ids], np.int64)
-        return self._tensor(np.repeat(rows, counts) * self._vocab_size + tokens)
-
-    def _tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
-
-    def _floats(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return self._upload(np.repeat(rows, counts) * self._vocab_size + tokens)
 
 
 def _rows_of(rows: Int64, values: list[float], *, neutral: float) -> tuple[Int64, npt.NDArray[np.float32]]:

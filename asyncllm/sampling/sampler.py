@@ -76,8 +76,12 @@ class Sampler:
         return argmax(logits) if metadata.all_greedy else self._draw_rows(logits, metadata, history), best
 
     def _draw_rows(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> torch.Tensor:
-        numbers = uniforms(metadata.parameters["seed"], metadata.parameters["sample_index"], history.positions)
-        u = torch.from_numpy(numbers).to(logits.device).unsqueeze(1)  # [R, 1] float64
+        u = history.uniforms
+        if u is None:
+            parameters = metadata.parameters
+            numbers = uniforms(parameters["seed"], parameters["sample_index"], history.positions)
+            u = torch.from_numpy(numbers).to(logits.device)
+        u = u.unsqueeze(1)  # [R, 1] float64
         group = metadata.random_rows[0]
         if group.rows is None:
             return draw(logits, group, u)

@@ -95,7 +95,8 @@ class ScriptedExecutor(Executor):
 
     Through ``llm.collective_rpc``: ``history`` (one dict per step, the last 2,000), ``clear_history``, ``set_script``
     (new options from now on: ``await llm.collective_rpc("set_script", {"step_ms": 50})``), ``rows`` (requests that hold
-    a slot), ``echo`` (its arguments), ``fail`` (raises RuntimeError with its argument), ``sleep_ms``.
+    a slot), ``echo`` (its arguments), ``fail`` (raises RuntimeError with its argument), ``sleep_ms``. ``sleep`` and
+    ``wake_up`` play a worker that forgets its KV blocks; use ``llm.sleep()`` and ``llm.wake_up()``.
     """
 
     def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
@@ -103,6 +104,7 @@ class ScriptedExecutor(Executor):
         self._rows: dict[int, _Row] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_LENGTH)
         self._num_steps = 0
+        self._sleep_level = 0
         self._busy_until = 0.0  # steps run one after the other
         self._eos = EOS
         self._vocab_size = 0
@@ -223,9 +225,20 @@ class ScriptedExecutor(Executor):
         """Return no trace files."""
         return []
 
+    def sleep(self, level: int = 1) -> None:
+        """Forget all rows, as a worker forgets its KV blocks; no step may come until :meth:`wake_up`."""
+        self._rows.clear()
+        self._sleep_level = max(self._sleep_level, level)
+
+    def wake_up(self) -> None:
+        """Take steps again."""
+        self._sleep_level = 0
+
     # ----------------------------------------------------------------------------------------------- the worker's part
     def _apply_difference(self, step: SchedulerOutput) -> None:
         rows = self._rows
+        if self._sleep_level:
+            raise ScriptError(f"step {step.step_id} comes while the workers sleep")
         for slot in step.freed_slots:
             if rows.pop(slot, None) is None:
                 raise ScriptError(f"step {step.step_id} frees slot {slot}, which is empty")
@@ -317,7 +330,19 @@ class ScriptedExecutor(Executor):
 
 
 _RPC_METHODS = frozenset(
-    {"history", "clear_history", "rows", "set_script", "echo", "fail", "sleep_ms", "start_profile", "stop_profile"}
+    {
+        "history",
+        "clear_history",
+        "rows",
+        "set_script",
+        "echo",
+        "fail",
+        "sleep_ms",
+        "start_profile",
+        "stop_profile",
+        "sleep",
+        "wake_up",
+    }
 )
 
 

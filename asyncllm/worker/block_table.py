@@ -1,4 +1,9 @@
-"""Which KV blocks each slot of the persistent batch owns, in order: a matrix of block ids, 0 where there is none."""
+"""Which KV blocks each slot of the persistent batch owns, in order: a matrix of block ids, 0 where there is none.
+
+The host has the whole matrix. A device with memory of its own has a copy, which follows by differences: rows of new
+requests when they come, single blocks as rows grow. What a row held before stays in the device's copy beyond its end;
+nobody reads there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ class BlockTable:
         self.max_blocks = -(-(max_model_len + 1) // block_size)
         self.ids = np.zeros((num_slots, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(num_slots, np.int64)
-        self._flat = self.ids.reshape(-1)
+        self.flat = self.ids.reshape(-1)
 
     def put(self, slot: int, block_ids: Sequence[int]) -> None:
         """Make ``block_ids`` the whole row of ``slot``."""
@@ -30,12 +35,13 @@ class BlockTable:
         row[count : self.num_blocks[slot]] = 0
         self.num_blocks[slot] = count
 
-    def append(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Add ``block_ids`` to the end of the row of ``slot``."""
+    def append(self, slot: int, block_ids: Sequence[int]) -> range:
+        """Add ``block_ids`` to the end of the row of ``slot``; return where they are in the flattened matrix."""
         count = int(self.num_blocks[slot])
         end = count + len(block_ids)
         self.ids[slot, count:end] = block_ids
         self.num_blocks[slot] = end
+        return range(slot * self.max_blocks + count, slot * self.max_blocks + end)
 
     def clear(self, slot: int) -> None:
         """Empty the row of ``slot``."""
@@ -57,5 +63,5 @@ class BlockTable:
         """Write ``block id * block size + offset`` of each token (its slot, its position) to ``out``."""
         block, offset = np.divmod(positions, self.block_size)
         block += slots * self.max_blocks
-        np.multiply(self._flat[block], self.block_size, out=out)
+        np.multiply(self.flat[block], self.block_size, out=out)
         out += offset

@@ -1,40 +1,50 @@
 """One step of the model: difference in, tokens out.
 
     apply    the step's difference to the persistent batch
-    prepare  one flat batch of new tokens with vectorised numpy into persistent buffers: ids, positions, KV slots
-    forward  the model over the flat batch
+    prepare  one flat batch of new tokens with vectorised numpy into the staged buffers: ids, positions, KV slots
+    copy     what was staged to the device, at once (on a CPU it is there)
+    forward  the model over the flat batch, as a recorded graph where there is one
     sample   logits of the rows that reach their known tokens; the drawn tokens stay on the device and are appended to
              the batch there, so that the next step can be launched before they have reached the host
-    result   tokens as a list
+    result   tokens as a list, by a copy that was queued with the step
 
 Between prepare and result the host reads nothing that the device computed: every length comes from the scheduler.
 """
 
-# pyright: reportUnknownMemberType=false
-# (torch does not say which arrays from_numpy takes)
-
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncllm.attention.base import AttentionBackend, FlatBatch, KVCache
+from asyncllm.attention.base import (
+    AttentionBackend,
+    DeviceBatch,
+    FlatBatch,
+    GraphSupport,
+    KVCache,
+    StepField,
+    StepLimits,
+)
 from asyncllm.models.base import ForwardContext, StepModel
+from asyncllm.sampling.columns import SamplingMetadata
 from asyncllm.sampling.logprobs import LogprobTensors, compute_logprobs
 from asyncllm.sampling.penalties import TokenHistory
+from asyncllm.sampling.rng import uniforms
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
 from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
+from asyncllm.worker.cuda_graphs import DecodeGraphs
 from asyncllm.worker.input_batch import InputBatch
+from asyncllm.worker.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from asyncllm.sampling.columns import SamplingMetadata
     from asyncllm.wire.messages import LogprobRows
+    from asyncllm.worker.device_runtime import DeviceRuntime
 
 __all__ = ["ModelRunner", "StepResult"]
 
@@ -43,18 +53,28 @@ Int64 = npt.NDArray[np.int64]
 NOT_FINITE = "its logits are not finite"
 NOTHING_LEFT = "no token is left to draw: allowed_token_ids, bad_words, logit_bias and min_tokens exclude all"
 PROMPT_LOGPROB_ELEMENTS = 1 << 22  # logits of a prompt that exist at once: 16 MiB
+NO_BLOCKS = np.zeros((0, 0), np.int32)  # device code reads the block tables of all slots
+
+
+@dataclass(slots=True)
+class Draws:
+    """What the rows of a step that draw a token ask for."""
+
+    rows: Int64 | None  # [R] places among the rows of the step; None: all
+    is_batch: bool  # whether the flat batch is just their last tokens
+    metadata: SamplingMetadata
+    history: TokenHistory
 
 
 @dataclass(slots=True)
 class PreparedStep:
-    """The flat batch of one step."""
+    """The flat batch of one step, staged."""
 
     slots: Int64  # [B]
-    token_ids: torch.Tensor  # [T]
-    positions: torch.Tensor  # [T]
     batch: FlatBatch
-    sample_rows: Int64 | None  # rows that draw a token; None: all
-    last_tokens: torch.Tensor | None  # place of the last token of each row that draws; None: the batch is all of them
+    plan: Any
+    graph_size: int | None  # rows that the batch is padded to; None: it is run as it is
+    draws: Draws | None  # None: nothing is drawn
 
 
 @dataclass(slots=True)
@@ -75,91 +95,108 @@ class StepResult:
         step: SchedulerOutput,
         prepared: PreparedStep,
         sampled: SamplerOutput | None,
-        metadata: SamplingMetadata | None,
         prompt_logprobs: list[PromptLogprobs],
     ) -> None:
         self._runner = runner
         self._step = step
         self._prepared = prepared
-        self._sampled = sampled
-        self._metadata = metadata
         self._prompt_logprobs = prompt_logprobs
+        self._logprobs = None if sampled is None else sampled.logprobs
+        tensors = [] if sampled is None else [sampled.token_ids, sampled.best_logits]
+        if self._logprobs is not None:
+            tensors += self._logprobs.tensors()
+        for prompt in prompt_logprobs:
+            for part in prompt.parts:
+                tensors += part.tensors()
+        self._download = runner.runtime.download(tensors) if tensors else None
 
     def result(self) -> ModelRunnerOutput:
         """Return the step's tokens; the one place where numbers come from the device."""
         output = ModelRunnerOutput(self._step.step_id, [])
-        if self._sampled is None or self._metadata is None:
+        tensors = iter(self._download.wait() if self._download is not None else ())
+        draws = self._prepared.draws
+        if draws is None:
             output.token_ids = [-1] * len(self._step.slots)
         else:
-            self._fill(output, self._sampled, self._metadata)
+            self._fill(output, draws, next(tensors).numpy(), next(tensors).numpy())
+            if self._logprobs is not None:
+                self._fill_logprobs(output, draws.metadata, self._logprobs.on_host(tensors))
         for prompt in self._prompt_logprobs:
-            output.prompt_logprobs[prompt.slot] = _join([part.to_block(prompt.num_top) for part in prompt.parts])
+            blocks = [part.on_host(tensors).to_block(prompt.num_top) for part in prompt.parts]
+            output.prompt_logprobs[prompt.slot] = _join(blocks)
         return output
 
-    def _fill(self, output: ModelRunnerOutput, sampled: SamplerOutput, metadata: SamplingMetadata) -> None:
-        drawn, rows = sampled.token_ids.cpu().numpy(), self._prepared.sample_rows
-        best = sampled.best_logits.cpu().numpy()
+    def _fill(self, output: ModelRunnerOutput, draws: Draws, drawn: Int64, best: npt.NDArray[np.float32]) -> None:
         finite = np.isfinite(best)
         if not finite.all():
             # Then all were excluded: the model itself gives some token a finite logit or a NaN.
-            nothing_left = best == -np.inf
-            output.failed = dict.fromkeys(metadata.slots[~finite].tolist(), NOT_FINITE)
-            output.failed |= dict.fromkeys(metadata.slots[nothing_left].tolist(), NOTHING_LEFT)
-            self._runner.scrub(self._prepared, metadata.slots[~(finite | nothing_left)].tolist())
+            nothing_left, slots = best == -np.inf, draws.metadata.slots
+            output.failed = dict.fromkeys(slots[~finite].tolist(), NOT_FINITE)
+            output.failed |= dict.fromkeys(slots[nothing_left].tolist(), NOTHING_LEFT)
+            self._runner.scrub(self._prepared, slots[~(finite | nothing_left)].tolist())
             drawn = np.where(finite, drawn, -1)
-        if rows is not None:
+        if draws.rows is not None:
             all_rows = np.full(len(self._step.slots), -1, np.int64)
-            all_rows[rows] = drawn
+            all_rows[draws.rows] = drawn
             drawn = all_rows
         output.token_ids = drawn.tolist()
-        if sampled.logprobs is not None:
-            found = sampled.logprobs.to_rows(metadata.num_logprobs)
-            output.logprobs = dict(zip(metadata.logprob_slots, found, strict=True))
-            for slot in output.failed:
-                output.logprobs.pop(slot, None)
+
+    def _fill_logprobs(self, output: ModelRunnerOutput, metadata: SamplingMetadata, found: LogprobTensors) -> None:
+        output.logprobs = dict(zip(metadata.logprob_slots, found.to_rows(metadata.num_logprobs), strict=True))
+        for slot in output.failed:
+            output.logprobs.pop(slot, None)
 
 
 class ModelRunner:
-    """Runs steps of one model on one device; used by the worker's thread only."""
+    """Runs steps of one model on one device; used by the worker's thread only.
+
+    ``graph_sizes``: numbers of rows whose decode steps :meth:`capture_graphs` records; none where the device or the
+    backend has no use for them.
+    """
 
     def __init__(
         self,
         model: StepModel,
         backend: AttentionBackend,
         kv_caches: list[KVCache],
+        runtime: DeviceRuntime,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         spec = backend.spec
         self.model = model
         self.backend = backend
         self.kv_caches = kv_caches
+        self.runtime = runtime
         self.vocab_size = vocab_size
-        self.device = spec.device
         self.batch = InputBatch(
+            runtime,
             num_slots=max_num_seqs,
             max_model_len=max_model_len,
             block_size=spec.block_size,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
-            device=spec.device,
         )
+        limits = StepLimits(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len
+        )
+        fields = backend.step_fields(limits)
+        self._backend_fields = [field.name for field in fields]
+        self._buffers = StepBuffers(runtime, [*_own_fields(limits, spec.block_size), *fields])
+        self._inputs = self._buffers.device
+        self.graphs = DecodeGraphs(runtime, list(graph_sizes) if backend.graphs is not GraphSupport.NONE else [])
         self.sampler = Sampler(spec.kernels)
+        self._stages_uniforms = spec.kernels is None  # kernels that draw make their own
         self._metadata: SamplingMetadata | None = None
         self._metadata_version = -1
         self._flat_tokens = self.batch.tokens.view(-1)
-        # Persistent buffers: numpy writes them, torch sees the same memory.
-        self._positions = np.zeros(max_num_batched_tokens, np.int64)
-        self._kv_slots = np.zeros(max_num_batched_tokens, np.int64)
-        self._places = np.zeros(max_num_batched_tokens, np.int64)
-        self._query_start = np.zeros(max_num_seqs + 1, np.int32)
+        self._flat_blocks = self.batch.block_tables.view(-1)
         self._arange = np.arange(max(max_num_batched_tokens, max_num_seqs + 1))
-        self._positions_tensor = torch.from_numpy(self._positions)
-        self._places_tensor = torch.from_numpy(self._places)
 
     def execute(self, step: SchedulerOutput) -> StepResult:
         """Launch ``step`` and return its pending result.
@@ -169,90 +206,197 @@ class ModelRunner:
         with torch.inference_mode():
             self.batch.apply(step)
             prepared = self.prepare(step)
+            self._buffers.commit()
+            if not self.runtime.shares_memory:
+                self._grow_block_tables()
+            if prepared.graph_size is not None:
+                logits = self.graphs.replay(prepared.graph_size)
+                return StepResult(self, step, prepared, self._sample_replayed(prepared, logits), [])
             hidden = self.forward(prepared)
             prompt_logprobs = self._prompt_logprobs(prepared, hidden) if self.batch.slot_to_prompt_logprobs else []
-            sampled, metadata = self._sample(prepared, hidden)
-            return StepResult(self, step, prepared, sampled, metadata, prompt_logprobs)
+            return StepResult(self, step, prepared, self._sample(prepared, hidden), prompt_logprobs)
 
     def prepare(self, step: SchedulerOutput) -> PreparedStep:
-        """Return the flat batch of ``step`` and count its tokens as computed."""
+        """Stage the flat batch of ``step`` and count its tokens as computed."""
         batch, num_rows, num_tokens = self.batch, len(step.slots), step.total_num_tokens
+        staged = self._buffers.begin()
         slots = np.array(step.slots, np.int64)
         query_lens = np.array(step.num_scheduled_tokens, np.int64)
         computed = batch.num_computed_tokens[slots]
         seq_lens = computed + query_lens
-        positions, places = self._positions[:num_tokens], self._places[:num_tokens]
-        query_start = self._query_start[: num_rows + 1]
+        positions, places = staged["positions"][:num_tokens], staged["token_places"][:num_tokens]
+        query_start = staged["query_start"][: num_rows + 1]
         if num_tokens == num_rows:
             token_slots = slots
             positions[:] = computed
             query_start[:] = self._arange[: num_rows + 1]
         else:
             token_slots = np.repeat(slots, query_lens)
+            query_start[0] = 0
             np.cumsum(query_lens, out=query_start[1:])
             np.subtract(self._arange[:num_tokens], np.repeat(query_start[:-1] - computed, query_lens), out=positions)
         np.multiply(token_slots, batch.max_tokens, out=places)
         places += positions
-        batch.block_table.kv_slots(token_slots, positions, self._kv_slots[:num_tokens])
+        batch.block_table.kv_slots(token_slots, positions, staged["slot_mapping"][:num_tokens])
         batch.num_computed_tokens[slots] = seq_lens
-        draws = seq_lens == batch.num_tokens[slots]
-        sample_rows = None if draws.all() else np.flatnonzero(draws)
-        if num_tokens == num_rows and sample_rows is None:
-            last_tokens = None
-        else:
-            last = query_start[1:] - 1 if sample_rows is None else query_start[1:][sample_rows] - 1
-            last_tokens = torch.from_numpy(last).to(self.device)
-        return PreparedStep(
-            slots,
-            self._flat_tokens.index_select(0, self._places_tensor[:num_tokens].to(self.device)),
-            self._positions_tensor[:num_tokens].to(self.device),
-            FlatBatch(
-                query_lens=query_lens.astype(np.int32),
-                seq_lens=seq_lens.astype(np.int32),
-                query_start=query_start,
-                block_table=batch.block_table.rows(slots),
-                slot_mapping=self._kv_slots[:num_tokens],
-                positions=positions,
-            ),
-            sample_rows,
-            last_tokens,
+        draws = self._stage_draws(staged, slots, seq_lens, query_start)
+        graph_size = self.graphs.size_for(num_rows) if num_tokens == num_rows else None
+        flat = FlatBatch(
+            query_lens=query_lens.astype(np.int32),
+            seq_lens=seq_lens.astype(np.int32),
+            query_start=query_start,
+            block_table=NO_BLOCKS if self.backend.needs_device_batch else batch.block_table.rows(slots),
+            slot_mapping=staged["slot_mapping"][:num_tokens],
+            positions=positions,
         )
+        if self.backend.needs_device_batch:
+            self._stage_for_device(staged, flat, slots, graph_size)
+        return PreparedStep(slots, flat, self.backend.plan(flat), graph_size, draws)
 
     def forward(self, prepared: PreparedStep) -> torch.Tensor:
         """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then."""
-        context = ForwardContext(backend=self.backend, plan=self.backend.plan(prepared.batch), kv_caches=self.kv_caches)
-        return self.model(prepared.token_ids, prepared.positions, context)
+        return self._forward(len(prepared.batch.positions), prepared.plan)
+
+    def capture_graphs(self, report: Callable[[float], None] = lambda fraction: None) -> None:
+        """Record the decode step of each of the sizes, and ``report`` the share that is done."""
+        with torch.inference_mode():
+            self.graphs.capture(self._decode_work, report)
 
     def scrub(self, prepared: PreparedStep, slots: Iterable[int]) -> None:
         """Make the KV blocks that ``slots`` had in this step finite again, for the blocks' next owners."""
+        if self.backend.needs_device_batch:
+            return  # such backends never read past the end of a row
         rows = np.isin(prepared.slots, list(slots))
         blocks = np.unique(prepared.batch.block_table[rows])
         self.backend.scrub(self.kv_caches, blocks[blocks > 0].tolist())
+
+    # ----------------------------------------------------------------------------------------------------- preparation
+    def _stage_draws(
+        self, staged: Mapping[str, npt.NDArray[Any]], slots: Int64, seq_lens: Int64, query_start: npt.NDArray[np.int32]
+    ) -> Draws | None:
+        """Stage which rows draw a token, where each finds its last one and where the new one goes; count it."""
+        batch = self.batch
+        draws = seq_lens == batch.num_tokens[slots]
+        rows = None if draws.all() else np.flatnonzero(draws)
+        ends = query_start[1:]
+        if rows is not None:
+            if not len(rows):
+                return None
+            slots, seq_lens, ends = slots[rows], seq_lens[rows], ends[rows]
+        count = len(slots)
+        is_batch = rows is None and query_start[-1] == count
+        if not is_batch:
+            np.subtract(ends, 1, out=staged["last_tokens"][:count])
+        np.add(slots * batch.max_tokens, seq_lens, out=staged["drawn_places"][:count])
+        batch.num_tokens[slots] = seq_lens + 1
+        metadata = self._metadata_of(slots)
+        history = TokenHistory(batch.tokens, slots, batch.num_prompt_tokens[slots], seq_lens)
+        if self._stages_uniforms and metadata.random_rows:
+            parameters = metadata.parameters
+            staged["uniforms"][:count] = uniforms(parameters["seed"], parameters["sample_index"], history.positions)
+            history.uniforms = self._inputs["uniforms"][:count]
+        return Draws(rows, is_batch, metadata, history)
+
+    def _stage_for_device(
+        self, staged: Mapping[str, npt.NDArray[Any]], flat: FlatBatch, slots: Int64, graph_size: int | None
+    ) -> None:
+        """Stage what only device code reads of the batch, with the padding of a graph."""
+        num_rows, num_tokens = len(slots), len(flat.positions)
+        staged["slots"][:num_rows] = slots
+        staged["seq_lens"][:num_rows] = flat.seq_lens
+        places, grown = self.batch.grown
+        staged["grown_places"][: len(places)] = places
+        staged["grown_blocks"][: len(places)] = grown
+        flat.fields = {name: staged[name] for name in self._backend_fields}
+        if graph_size is None:
+            flat.device = self._device_batch(num_rows, num_tokens)
+            return
+        padding = slice(num_rows, graph_size)
+        staged["slots"][padding] = 0
+        staged["seq_lens"][padding] = 0
+        staged["query_start"][num_rows + 1 : graph_size + 1] = num_rows
+        staged["positions"][padding] = 0
+        staged["token_places"][padding] = 0
+        staged["slot_mapping"][padding] = -1
+        flat.device = self._device_batch(graph_size, graph_size)
+
+    def _device_batch(self, num_rows: int, num_tokens: int) -> DeviceBatch:
+        inputs = self._inputs
+        return DeviceBatch(
+            slots=inputs["slots"][:num_rows],
+            query_start=inputs["query_start"][: num_rows + 1],
+            seq_lens=inputs["seq_lens"][:num_rows],
+            slot_mapping=inputs["slot_mapping"][:num_tokens],
+            positions=inputs["positions"][:num_tokens],
+            block_tables=self.batch.block_tables,
+            fields={name: inputs[name] for name in self._backend_fields},
+        )
+
+    # ------------------------------------------------------------------------------------------------------ the device
+    def _grow_block_tables(self) -> None:
+        count = len(self.batch.grown[0])
+        if count:
+            places, blocks = self._inputs["grown_places"][:count], self._inputs["grown_blocks"][:count]
+            self._flat_blocks.index_copy_(0, places, blocks)
+
+    def _forward(self, num_tokens: int, plan: Any) -> torch.Tensor:
+        token_ids = self._flat_tokens.index_select(0, self._inputs["token_places"][:num_tokens])
+        self.backend.prepare(plan)
+        context = ForwardContext(backend=self.backend, plan=plan, kv_caches=self.kv_caches)
+        return self.model(token_ids, self._inputs["positions"][:num_tokens], context)
+
+    def _decode_work(self, size: int) -> Callable[[], torch.Tensor]:
+        """Stage a decode step of ``size`` rows that writes nowhere; return what computes its logits [size, V]."""
+        staged = self._buffers.begin()
+        one = np.ones(size, np.int32)
+        staged["query_start"][: size + 1] = self._arange[: size + 1]
+        staged["positions"][:size] = staged["token_places"][:size] = 0
+        staged["slot_mapping"][:size] = -1
+        flat = FlatBatch(
+            query_lens=one,
+            seq_lens=one,
+            query_start=staged["query_start"][: size + 1],
+            block_table=NO_BLOCKS,
+            slot_mapping=staged["slot_mapping"][:size],
+            positions=staged["positions"][:size],
+        )
+        self._stage_for_device(staged, flat, np.zeros(size, np.int64), None)
+        plan = self.backend.plan(flat)
+        self._buffers.commit()
+        return lambda: self._logits(self._forward(size, plan))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.model.compute_logits(hidden)
         # Rows of the head beyond the vocabulary are padding: nobody trained them.
         return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
 
-    def _sample(
-        self, prepared: PreparedStep, hidden: torch.Tensor
-    ) -> tuple[SamplerOutput | None, SamplingMetadata | None]:
-        batch, rows = self.batch, prepared.sample_rows
-        slots = prepared.slots if rows is None else prepared.slots[rows]
-        if not len(slots):
-            return None, None
-        if prepared.last_tokens is not None:
-            hidden = hidden.index_select(0, prepared.last_tokens)
-        metadata = self._metadata_of(slots)
-        num_tokens = batch.num_tokens[slots]
-        history = TokenHistory(batch.tokens, slots, batch.num_prompt_tokens[slots], num_tokens)
-        sampled = self._greedy(hidden) if metadata.only_greedy else None
+    # ---------------------------------------------------------------------------------------------------- the tokens
+    def _sample(self, prepared: PreparedStep, hidden: torch.Tensor) -> SamplerOutput | None:
+        """Draw from the last hidden states of the rows that draw, among ``hidden`` [T, hidden]."""
+        draws = prepared.draws
+        if draws is None:
+            return None
+        if not draws.is_batch:
+            hidden = hidden.index_select(0, self._inputs["last_tokens"][: len(draws.history.slots)])
+        sampled = self._greedy(hidden) if draws.metadata.only_greedy else None
         if sampled is None:
-            sampled = self.sampler.sample(self._logits(hidden), metadata, history)
-        places = torch.from_numpy(slots * batch.max_tokens + num_tokens).to(self.device)
+            sampled = self.sampler.sample(self._logits(hidden), draws.metadata, draws.history)
+        return self._append(sampled)
+
+    def _sample_replayed(self, prepared: PreparedStep, logits: torch.Tensor) -> SamplerOutput | None:
+        """Draw from the logits [size, V] of a graph."""
+        draws = prepared.draws
+        if draws is None:
+            return None
+        count = len(draws.history.slots)
+        logits = logits[:count] if draws.is_batch else logits.index_select(0, self._inputs["last_tokens"][:count])
+        return self._append(self.sampler.sample(logits, draws.metadata, draws.history))
+
+    def _append(self, sampled: SamplerOutput) -> SamplerOutput:
+        """Append the drawn tokens to their rows, on the device."""
+        places = self._inputs["drawn_places"][: len(sampled.token_ids)]
         self._flat_tokens.index_copy_(0, places, sampled.token_ids)
-        batch.num_tokens[slots] = num_tokens + 1
-        return sampled, metadata
+        return sampled
 
     def _greedy(self, hidden: torch.Tensor) -> SamplerOutput | None:
         """Return the most likely tokens without logits of the whole vocabulary, where the model can."""
@@ -293,6 +437,24 @@ class ModelRunner:
                 parts.append(compute_logprobs(logits, chosen, with_top=num_top > 0))
             found.append(PromptLogprobs(slot, min(num_top, self.vocab_size), parts))
         return found
+
+
+def _own_fields(limits: StepLimits, block_size: int) -> list[StepField]:
+    rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    grown = rows + tokens // block_size  # a row of k new tokens begins k // block_size + 1 blocks at most
+    return [
+        StepField("positions", (tokens,), np.int64),
+        StepField("token_places", (tokens,), np.int64),  # of each new token in the flattened batch
+        StepField("slot_mapping", (tokens,), np.int64),
+        StepField("query_start", (rows + 1,), np.int32),
+        StepField("last_tokens", (rows,), np.int64),  # in the flat batch, of each row that draws …
+        StepField("drawn_places", (rows,), np.int64),  # … and where in the flattened batch its token goes
+        StepField("uniforms", (rows,), np.float64),
+        StepField("slots", (rows,), np.int32),
+        StepField("seq_lens", (rows,), np.int32),
+        StepField("grown_places", (grown,), np.int64),  # in the flattened block tables
+        StepField("grown_blocks", (grown,), np.int32),
+    ]
 
 
 def _join(blocks: list[LogprobRows]) -> LogprobRows:

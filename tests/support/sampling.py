@@ -41,7 +41,7 @@ def sample(
         prompt_lens = np.array([len(prompt) for prompt, _ in histories])
         output_lens = np.array([len(output) for _, output in histories])
     slots = np.arange(num_rows)[::-1].copy()
-    columns = SamplingColumns(num_rows, vocab_size=vocab_size, eos_token_ids=eos_token_ids, device=torch.device("cpu"))
+    columns = SamplingColumns(num_rows, vocab_size=vocab_size, eos_token_ids=eos_token_ids, upload=torch.from_numpy)
     for slot, row_params in zip(slots.tolist(), params, strict=True):
         columns.put(slot, row_params)
     reads_tokens = histories is not None or bool(columns.adjusted)

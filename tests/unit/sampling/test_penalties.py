@@ -26,9 +26,7 @@ def adjust(logits: torch.Tensor, *params: EngineSampling, output: list[int] = OU
     )
     changed = logits.clone()
     rows_to_params = {row: p for row, p in enumerate(params) if Adjustments.wanted(p)}
-    Adjustments(rows_to_params, vocab_size=VOCAB, eos_token_ids=(2, 3), device=torch.device("cpu")).apply(
-        changed, history
-    )
+    Adjustments(rows_to_params, vocab_size=VOCAB, eos_token_ids=(2, 3), upload=torch.from_numpy).apply(changed, history)
     return changed
 
 

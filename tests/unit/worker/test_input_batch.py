@@ -8,6 +8,7 @@ import torch
 
 from asyncllm.wire.messages import EngineSampling
 from asyncllm.wire.step import NewRequest, SchedulerOutput
+from asyncllm.worker.device_runtime import CpuRuntime
 from asyncllm.worker.input_batch import InputBatch
 from tests.support.runner import Driver, make_runner
 from tests.support.sampling import sampling
@@ -15,9 +16,7 @@ from tests.support.sampling import sampling
 
 @pytest.fixture
 def batch() -> InputBatch:
-    return InputBatch(
-        num_slots=4, max_model_len=16, block_size=4, vocab_size=50, eos_token_ids=(2,), device=torch.device("cpu")
-    )
+    return InputBatch(CpuRuntime(), num_slots=4, max_model_len=16, block_size=4, vocab_size=50, eos_token_ids=(2,))
 
 
 def new(slot: int, token_ids: list[int], params: EngineSampling | None = None, **fields: object) -> NewRequest:
