@@ -127,10 +127,7 @@ class EngineCore:
             return self._settled.popleft()
         while len(self._steps_out) < self.max_steps_out and (scheduled := self.scheduler.schedule()) is not None:
             self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
-        if self._steps_out:
-            outputs = self._end_oldest(take_inputs)
-        else:
-            outputs = self.scheduler.take_outputs()
+        outputs = self._end_oldest(take_inputs) if self._steps_out else self.scheduler.take_outputs()
         if self._refused:
             outputs = outputs or EngineCoreOutputs(stats=self.scheduler.stats())
             outputs.finished += self._refused
