@@ -159,6 +159,11 @@ class AttentionBackend(ABC):
         """Return why this backend cannot serve ``spec`` (head dim, dtype, block size …), ``None`` if it can."""
         return None
 
+    @classmethod
+    def default_block_size(cls, spec: AttentionSpec) -> int:
+        """Return the block size to take for ``spec`` where nobody asked for one."""
+        return spec.block_size
+
     @abstractmethod
     def bytes_per_block(self) -> int:
         """Return the memory of one block over all layers."""
