@@ -17,6 +17,7 @@ __all__ = ["choose_backend"]
 
 NAME_TO_BACKEND = {
     "cpu": ("asyncllm.attention.cpu", "CpuAttention"),
+    "flash_attn": ("asyncllm.attention.flash_attn", "FlashAttention"),
     "native": ("asyncllm.attention.native", "NativeAttention"),
     "reference": ("asyncllm.attention.reference", "ReferenceAttention"),
     "triton": ("asyncllm.attention.triton", "TritonAttention"),

@@ -34,7 +34,7 @@ def test_int8_keys_and_values_are_refused_in_torch_with_what_helps(name: str) ->
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'auto', 'cpu', 'native', 'reference', 'triton'") as caught:
+    with pytest.raises(ConfigError, match="'auto', 'cpu', 'flash_attn', 'native', 'reference', 'triton'") as caught:
         choose_backend("cuda", make_spec(), ("cpu",))
     assert caught.value.parameter == "attention_backend"
     assert caught.value.value == "cuda"
