@@ -83,7 +83,7 @@ class WorkList:
         self.max_waves = 1
         if self.max_row_slots:
             most = min(large_rows * self.max_row_slots, tokens * self.large_parts)
-            self.max_waves = _ceil_div(most, self.num_slots - self.max_row_slots)
+            self.max_waves = _ceil_div(most, self.slots_of_a_wave())
         self.capacity = {
             "attn_small_items": rows * self.small_parts,
             "attn_small_merges": rows,
@@ -101,6 +101,10 @@ class WorkList:
         ]
         shapes.append(("attn_bounds", (4, self.max_waves + 1)))
         return [StepField(name, shape, np.int32) for name, shape in shapes]
+
+    def slots_of_a_wave(self) -> int:
+        """Return the slots within which the rows of a wave begin; what is left beyond is enough for any row's end."""
+        return self.num_slots - self.max_row_slots
 
     def plan(self, query_lens: Int32, seq_lens: Int32, fields: Mapping[str, npt.NDArray[Any]]) -> Launches:
         """Fill the step's arrays from the lengths [B] of its rows; O(B + items) without a loop over rows."""
@@ -199,8 +203,7 @@ class WorkList:
             return before, np.zeros_like(before)
         row_slots = np.bincount(tile_row, weights=slots, minlength=num_rows).astype(np.int64)
         row_before = np.cumsum(row_slots) - row_slots
-        # Rows of a wave begin within one stretch of this length, and none takes more than what is left beyond it.
-        wave = np.where(row_slots > 0, row_before // (self.num_slots - self.max_row_slots), 0)
+        wave = np.where(row_slots > 0, row_before // self.slots_of_a_wave(), 0)
         wave_first = np.full(int(wave.max()) + 1, np.iinfo(np.int64).max)
         np.minimum.at(wave_first, wave, row_before)
         return before - wave_first[wave[tile_row]], wave[tile_row]

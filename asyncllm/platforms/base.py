@@ -32,6 +32,9 @@ class Platform(ABC):
         """The device as torch spells it, with its index where there may be several."""
         return self.name
 
+    is_asynchronous: ClassVar[bool] = True
+    """Whether a launched step computes by itself while the host goes on."""
+
     @abstractmethod
     def default_dtype(self, stored_as: str | None) -> str:
         """Return what ``dtype="auto"`` means here for a checkpoint whose weights are ``stored_as`` that dtype."""

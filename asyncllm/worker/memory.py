@@ -68,13 +68,22 @@ class MemoryProfile:
         own_bytes = int(self.total_bytes * utilization) - self.used_bytes
         return min(own_bytes, self.free_bytes) - self.step_bytes - self.graph_bytes
 
+    def parts(self) -> dict[str, int]:
+        """Return the numbers by words for a reader."""
+        return {
+            "whole device": self.total_bytes,
+            "weights": self.used_bytes,
+            "the largest step": self.step_bytes,
+            "CUDA graphs": self.graph_bytes,
+        }
+
     def describe(self, utilization: float) -> str:
         """Return the sum in words, for an error."""
-        parts = {"weights": self.used_bytes, "the largest step": self.step_bytes, "CUDA graphs": self.graph_bytes}
-        taken = ", ".join(f"{name} {num_bytes / 2**20:.1f} MiB" for name, num_bytes in parts.items() if num_bytes)
+        _, *parts = self.parts().items()
+        taken = ", ".join(f"{name} {_mib(num_bytes)}" for name, num_bytes in parts if num_bytes)
         return (
-            f"of the device's {self.total_bytes / 2**20:.1f} MiB, {self.free_bytes / 2**20:.1f} MiB free, "
-            f"gpu_memory_utilization={utilization} allows {self.total_bytes * utilization / 2**20:.1f} MiB: {taken}"
+            f"of the device's {_mib(self.total_bytes)}, {_mib(self.free_bytes)} free, "
+            f"gpu_memory_utilization={utilization} allows {_mib(self.total_bytes * utilization)}: {taken}"
         )
 
 
@@ -165,7 +174,7 @@ def _insufficient(
 ) -> InsufficientMemoryError:
     fewer = ", max_num_batched_tokens or max_num_seqs" if room.explanation else ""
     return InsufficientMemoryError(
-        f"{what} ({needed_bytes / 2**20:.1f} MiB), but there is room for {available_bytes / 2**20:.1f} MiB"
+        f"{what} ({_mib(needed_bytes)}), but there is room for {_mib(available_bytes)}"
         f"{room.explanation}; the largest max_model_len that would fit is {max_model_len_fit}. Lower max_model_len"
         f"{fewer}, or give the KV cache more memory with kv_cache_bytes or {room.option}.",
         phase="determine_num_blocks",
@@ -173,3 +182,7 @@ def _insufficient(
         needed_bytes=needed_bytes,
         available_bytes=available_bytes,
     )
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -19,7 +19,7 @@ from torch import nn
 from asyncllm import platforms
 from asyncllm.attention.base import NAME_TO_KV_FORMAT, AttentionBackend, AttentionSpec, KVCache
 from asyncllm.attention.native import NativeAttention
-from asyncllm.attention.selector import choose_backend
+from asyncllm.attention.selector import choose_backend, why_others_were_not
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.errors import CheckpointError, ConfigError, InsufficientMemoryError, UsageError
 from asyncllm.kernels.selector import make_kernels
@@ -74,6 +74,8 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._spec: AttentionSpec | None = None
         self._plan: KVCachePlan | None = None
+        self._profile: MemoryProfile | None = None
+        self._free_bytes = 0
         self._sleep_level = 0  # 0: awake
         self._is_offloaded = False
         self.device_memory: DeviceMemory | None = None  # of a platform that has its own
@@ -110,6 +112,24 @@ class Worker:
     def bytes_per_block(self) -> int:
         """Return the memory of one KV block over all layers."""
         return self._ready(self._backend).bytes_per_block()
+
+    @property
+    def other_backends(self) -> dict[str, str]:
+        """Return the attention backends of this platform that are not in use, and why."""
+        name, order = self.config.device.attention_backend, self.platform.attention_backends
+        return why_others_were_not(self.attention_backend, name, self._ready(self._spec), order)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Return the numbers of rows whose decode steps are replayed as CUDA graphs."""
+        return list(self._ready(self._runner).graphs.sizes)
+
+    @property
+    def memory_plan(self) -> dict[str, int]:
+        """Return what the memory holds, in bytes, by words for a reader."""
+        plan, profile = self._ready(self._plan), self._profile
+        found = {"free before the KV blocks": self._free_bytes} if profile is None else profile.parts()
+        return found | {"KV blocks": (plan.num_blocks + 1) * self.bytes_per_block}
 
     def init_device(self) -> None:
         """Take the device: on a CPU, load the compiled kernels and set the number of threads in this process.
@@ -220,13 +240,15 @@ class Worker:
 
         :raises InsufficientMemoryError: one request of the asked ``max_model_len`` does not fit.
         """
+        self._profile = self.profile_memory() if self.device_memory is not None else None
+        self._free_bytes = self.platform.free_memory_bytes()
         return plan_kv_cache(
             self.config,
             model_max_len=self._model_max_len,
             bytes_per_block=self.bytes_per_block,
-            free_bytes=self.platform.free_memory_bytes(),
+            free_bytes=self._free_bytes,
             cap_bytes=self.platform.kv_cache_cap_bytes(),
-            profile=self.profile_memory() if self.device_memory is not None else None,
+            profile=self._profile,
         )
 
     def profile_memory(self) -> MemoryProfile:
@@ -379,6 +401,8 @@ class Worker:
 
     def _drop(self, level: int) -> None:
         """Let go of what an engine that sleeps at ``level`` does not keep."""
+        if self._runner is not None:
+            self._runner.graphs.drop()  # they hold addresses of the blocks; the next runner records its own
         self._runner = self._backend = None
         self._kv_caches = []
         if level >= 2:

@@ -87,7 +87,7 @@ class PagedRows:
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.spec = spec
-        self.limits = limits
+        self.limits = limits or StepLimits(max_num_seqs=16, max_num_batched_tokens=1024, max_model_len=4096)
         self.seq_lens = list(seq_lens)
 
         def random(heads: int) -> list[torch.Tensor]:
@@ -106,6 +106,19 @@ class PagedRows:
             self.blocks.append(ids[:count])
             del ids[:count]
 
+    def plan(self, backend: AttentionBackend, parts: Sequence[tuple[int, int, int]], *, padding: int = 0) -> Any:
+        """Return the backend's plan of one step, of tokens ``begin … end`` of ``row`` for each of ``parts``."""
+        batch = make_batch(
+            [end - begin for _, begin, end in parts],
+            [end for _, _, end in parts],
+            [self.blocks[row] for row, _, _ in parts],
+            self.spec.block_size,
+        )
+        if backend.needs_device_batch:
+            fields = backend.step_fields(self.limits)
+            put_on_device(batch, fields, rows=len(parts) + padding, tokens=len(batch.positions) + padding)
+        return backend.plan(batch)
+
     def run(
         self,
         backend: AttentionBackend,
@@ -120,30 +133,17 @@ class PagedRows:
 
         ``padding``: rows and tokens more that are computed, as under a captured graph.
         """
-        batch = make_batch(
-            [end - begin for _, begin, end in parts],
-            [end for _, _, end in parts],
-            [self.blocks[row] for row, _, _ in parts],
-            self.spec.block_size,
-        )
 
         def gather(rows: list[torch.Tensor]) -> torch.Tensor:
             part = torch.cat([rows[row][begin:end] for row, begin, end in parts])
             return torch.cat([part, part.new_full((padding, *part.shape[1:]), torch.nan)])
 
-        if backend.needs_device_batch:
-            limits = self.limits or StepLimits(max_num_seqs=16, max_num_batched_tokens=1024, max_model_len=4096)
-            put_on_device(
-                batch,
-                backend.step_fields(limits),
-                rows=len(parts) + padding,
-                tokens=len(batch.positions) + padding,
-            )
-        plan = backend.plan(batch)
+        plan = self.plan(backend, parts, padding=padding)
         backend.prepare(plan)
         backend.write_kv(gather(self.keys), gather(self.values), cache, plan)
-        out = backend.forward(gather(self.queries), cache, plan, scale=scale, window=window)[: len(batch.positions)]
-        return list(out.split([end - begin for _, begin, end in parts]))
+        out = backend.forward(gather(self.queries), cache, plan, scale=scale, window=window)
+        lens = [end - begin for _, begin, end in parts]
+        return list(out[: sum(lens)].split(lens))
 
 
 def exact(

@@ -20,7 +20,7 @@ __all__ = ["kv_write_kernel", "merge_parts_kernel", "paged_attention_kernel"]
 
 
 @triton.jit
-def _dot(a, b, acc, F32: tl.constexpr, INTERPRET: tl.constexpr):  # noqa: N803
+def _dot(a, b, acc, F32: tl.constexpr, INTERPRET: tl.constexpr):
     """Return ``acc + a @ b`` in float32."""
     if F32:
         acc = tl.dot(a, b, acc, input_precision="ieee")
@@ -62,25 +62,25 @@ def paged_attention_kernel(
     stride_query_head,
     stride_table,
     stride_items,
-    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    PADDED_DIM: tl.constexpr,  # noqa: N803
-    BLOCK_SIZE: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    F32: tl.constexpr,  # noqa: N803
-    INTERPRET: tl.constexpr,  # noqa: N803
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    F32: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """Compute the items ``bounds[first_bound] … bounds[first_bound + 1]`` for every head group.
 
     A tile holds ``ROWS // GROUP`` tokens times the query heads that share a key/value head.
     """
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP  # noqa: N806
-    TOKENS: tl.constexpr = ROWS // GROUP  # noqa: N806
-    STRIDE_TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM  # noqa: N806
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    TOKENS: tl.constexpr = ROWS // GROUP
+    STRIDE_TOKEN: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     first_item = tl.load(bounds_ptr + first_bound)
     num_items = tl.load(bounds_ptr + first_bound + 1) - first_item
     rows = tl.arange(0, ROWS)
@@ -176,14 +176,14 @@ def merge_parts_kernel(
     bounds_ptr,
     first_bound,
     stride_merges,
-    NUM_HEADS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    PADDED_DIM: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    BLOCK_HEADS: tl.constexpr,  # noqa: N803
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
     """Merge the parts of each tile in their order, for ``BLOCK_HEADS`` heads of one token at a time."""
-    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS  # noqa: N806
+    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     first_merge = tl.load(bounds_ptr + first_bound)
     num_merges = tl.load(bounds_ptr + first_bound + 1) - first_merge
     dims = tl.arange(0, PADDED_DIM)
@@ -233,8 +233,8 @@ def kv_write_kernel(
     value_offset,
     stride_key,
     stride_value,
-    WIDTH: tl.constexpr,  # noqa: N803
-    PADDED_WIDTH: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
 ):
     """Store one token's keys and values at its slot; a negative slot stores nothing."""
     token = tl.program_id(0).to(tl.int64)

@@ -176,6 +176,7 @@ def _paged_attention(
             F32=query.dtype == torch.float32,
             INTERPRET=INTERPRET,
             num_warps=num_warps,
+            enable_fp_fusion=True,
             num_stages=num_stages,
         )
 

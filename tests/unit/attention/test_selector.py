@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.attention.selector import choose_backend
+from asyncllm.attention.selector import choose_backend, why_others_were_not
 from asyncllm.errors import ConfigError
 from tests.support.attention import make_spec
 
@@ -25,6 +25,14 @@ def test_auto_passes_over_a_backend_that_cannot_and_says_why_if_none_can() -> No
 def test_a_named_backend_that_cannot_is_refused() -> None:
     with pytest.raises(ConfigError, match="'cpu' cannot serve this model: cpu: 3 query heads"):
         choose_backend("cpu", make_spec(heads=3, kv_heads=2), ("cpu", "reference"))
+
+
+def test_why_the_others_were_not_taken() -> None:
+    order = ("native", "cpu", "reference")
+    native = {"native": "the native kernels are not in use"}
+    assert why_others_were_not("cpu", "auto", make_spec(), order) == native | {"reference": "cpu comes first"}
+    asked = "attention_backend='reference' was asked for"
+    assert why_others_were_not("reference", "reference", make_spec(), order) == native | {"cpu": asked}
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
