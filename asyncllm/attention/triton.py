@@ -21,6 +21,7 @@ from asyncllm.attention.base import (
     GraphSupport,
     StepField,
     StepLimits,
+    side_by_side,
 )
 from asyncllm.attention.work_list import LARGE_CHUNK, SMALL_CHUNK, WorkList, WorkListLimits
 from asyncllm.kernels.fused import fused_kernels
@@ -142,7 +143,7 @@ class TritonAttention(AttentionBackend):
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: TritonPlan) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
-        self._kernels.kv_write(_side_by_side(key), _side_by_side(value), cache, plan.batch.slot_mapping)
+        self._kernels.kv_write(side_by_side(key), side_by_side(value), cache, plan.batch.slot_mapping)
 
     def rotate_and_write(
         self,
@@ -211,10 +212,3 @@ class TritonAttention(AttentionBackend):
             torch.empty((slots, spec.num_heads, spec.head_dim), dtype=torch.float32, device=spec.device),
             torch.empty((slots, 2, spec.num_heads), dtype=torch.float32, device=spec.device),
         )
-
-
-def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Return ``rows`` [T, KV, D] with each token's numbers next to each other; tokens may be apart."""
-    if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]:
-        return rows
-    return rows.contiguous()

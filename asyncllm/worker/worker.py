@@ -111,6 +111,11 @@ class Worker:
         return next(name for name, known in NAME_TO_KV_FORMAT.items() if known is stored_as)
 
     @property
+    def block_size(self) -> int:
+        """Return the tokens per KV block: the option, or, once the model is there, what its attention backend wants."""
+        return self.config.cache.tokens_per_block
+
+    @property
     def bytes_per_block(self) -> int:
         """Return the memory of one KV block over all layers."""
         return self._ready(self._backend).bytes_per_block()
@@ -187,24 +192,28 @@ class Worker:
         # Rows of embedding and head beyond the tokenizer's ids are padding.
         self.vocab_size = min(model.vocab_size, checkpoint.num_tokens or model.vocab_size)
         self.eos_token_ids = checkpoint.eos_token_ids
-        spec = self._spec = AttentionSpec(
+        spec = AttentionSpec(
             num_layers=model.num_layers,
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            block_size=self.config.cache.block_size,
+            block_size=self.block_size,
             dtype=self.dtype,
             device=self.device,
             kernels=kernels,
             kv_cache_dtype=self.config.cache.kv_cache_dtype,
         )
         self._backend = self._choose_backend(spec)
+        spec = self._spec = self._backend.spec
+        self.config = self.config.with_block_size(spec.block_size)
         self._model = model
         if kernels is not None and isinstance(self._backend, NativeAttention):
             self._model = NativeModel(model, kernels, block_size=spec.block_size, kv_format=spec.kv_format)
 
     def _choose_backend(self, spec: AttentionSpec) -> AttentionBackend:
-        return choose_backend(self.config.device.attention_backend, spec, self.platform.attention_backends)
+        preferred = self.platform.attention_backends
+        any_block_size = self.config.cache.block_size is None
+        return choose_backend(self.config.device.attention_backend, spec, preferred, any_block_size=any_block_size)
 
     def _make_kernels(self, num_threads: int) -> Kernels | None:
         """Return the compiled CPU kernels where they are there and wanted; say loudly where they are not there.
@@ -261,7 +270,7 @@ class Worker:
         """
         memory, backend = self._ready(self.device_memory), self._ready(self._backend)
         max_model_len = self.config.model.max_model_len or self._model_max_len
-        block_size = self.config.cache.block_size
+        block_size = self.block_size
         step = largest_step(self.config.scheduler, block_size=block_size, max_prompt_len=max(max_model_len - 1, 1))
 
         def make_runner() -> ModelRunner:
@@ -315,7 +324,7 @@ class Worker:
     def warm_up(self) -> None:
         """Run a small prefill and a decode step, so that no request pays for what happens once."""
         runner, scheduler = self._ready(self._runner), self.config.scheduler
-        block_size = self.config.cache.block_size
+        block_size = self.block_size
         room = int(runner.batch.block_table.max_blocks) * block_size - 2
         num_tokens = max(1, min(WARM_UP_TOKENS, scheduler.max_num_batched_tokens, room, runner.batch.max_tokens - 2))
         # All of it goes to the null block, whose content no row ever sees.

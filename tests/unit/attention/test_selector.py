@@ -50,7 +50,7 @@ def test_the_backends_that_a_platform_tries_are_known(platform: type[Platform]) 
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'auto', 'cpu', 'native', 'reference', 'triton'") as caught:
+    with pytest.raises(ConfigError, match="'auto', 'cpu', 'flash_attn', 'native', 'reference', 'triton'") as caught:
         choose_backend("cuda", make_spec(), ("cpu",))
     assert caught.value.parameter == "attention_backend"
     assert caught.value.value == "cuda"
