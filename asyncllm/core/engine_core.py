@@ -78,6 +78,7 @@ class EngineCore:
         self.executor = Executor.get_class(config)(config, report)
         try:
             found = self.executor.start()
+            config = config.with_block_size(found.block_size)
             self.scheduler = Scheduler(
                 config,
                 num_blocks=found.num_blocks,
@@ -133,15 +134,7 @@ class EngineCore:
             if scheduled.new_requests:
                 self.clock.schedule(scheduled.new_requests)
             self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
-        if self._steps_out:
-            scheduled, pending = self._steps_out[0]
-            result = pending.result()
-            self._steps_out.popleft()
-            if take_inputs is not None:
-                take_inputs()
-            outputs = self.scheduler.update_from_output(scheduled, result)
-        else:
-            outputs = self.scheduler.take_outputs()
+        outputs = self._end_oldest(take_inputs) if self._steps_out else self.scheduler.take_outputs()
         if outputs is not None:
             self.clock.stamp(outputs)
         if self._refused:
@@ -154,11 +147,18 @@ class EngineCore:
                 self._answer_all(self._drains)
         return outputs
 
+    def _end_oldest(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs:
+        scheduled, pending = self._steps_out[0]
+        result = pending.result()  # one that failed stays: it is the engine's end whoever asked first
+        self._steps_out.popleft()
+        if take_inputs is not None:
+            take_inputs()
+        return self.scheduler.update_from_output(scheduled, result)
+
     def _settle(self) -> None:
         """End the steps that are out; what they produced is the next that :meth:`step` returns."""
         while self._steps_out:
-            scheduled, pending = self._steps_out.popleft()
-            outputs = self.scheduler.update_from_output(scheduled, pending.result())
+            outputs = self._end_oldest()
             self.clock.stamp(outputs)
             self._settled.append(outputs)
 
@@ -290,7 +290,7 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling:
         max_model_len=found.max_model_len,
         vocab_size=found.vocab_size,
         eos_token_ids=list(found.eos_token_ids),
-        block_size=config.cache.block_size,
+        block_size=found.block_size,
         num_blocks=found.num_blocks,
         kv_cache_bytes=found.kv_cache_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
