@@ -77,6 +77,7 @@ class EngineCore:
         self.executor = Executor.get_class(config)(config, report)
         try:
             found = self.executor.start()
+            config = config.with_block_size(found.block_size)
             self.scheduler = Scheduler(
                 config,
                 num_blocks=found.num_blocks,
@@ -279,7 +280,7 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling:
         max_model_len=found.max_model_len,
         vocab_size=found.vocab_size,
         eos_token_ids=list(found.eos_token_ids),
-        block_size=config.cache.block_size,
+        block_size=found.block_size,
         num_blocks=found.num_blocks,
         kv_cache_bytes=found.kv_cache_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,

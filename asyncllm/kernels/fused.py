@@ -1,4 +1,4 @@
-"""What a layer does besides its matrix products, as one operation each, so that a GPU does each in one launch.
+"""What a step does besides matrix products and attention, as one operation each, so that a GPU does each in one launch.
 
 * :class:`FusedKernels`: the operations in torch, for any device: what a CPU computes, and what the tests hold the
   Triton kernels to (:mod:`asyncllm.kernels.triton.fused`, of the same signatures).
@@ -22,6 +22,8 @@ from asyncllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from asyncllm.kernels.base import DrawnTokens
 
 __all__ = [
     "NAME_TO_ACTIVATION",
@@ -58,6 +60,8 @@ class FusedKernels:
     """The operations in torch."""
 
     name = "torch"
+    draws = False
+    """Whether there is :meth:`draw_tokens`; else drawing is left to the sampler in torch."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return ``x`` [T, size] normalised as :func:`rms_norm` does, as a new tensor."""
@@ -97,6 +101,24 @@ class FusedKernels:
             kept = torch.where(stored, new.to(cache.dtype), part[blocks, offsets])
             part.index_put_((blocks, offsets), kept)
         return rotated[:, :num_heads]
+
+    def draw_tokens(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        number: torch.Tensor,
+    ) -> DrawnTokens:
+        """Return a token of each row of ``logits`` [R, V] float32.
+
+        The parameters are columns [R] on the device, as in :data:`asyncllm.kernels.base.SAMPLING_DTYPE`; ``number``
+        [R] (float64) is the row's uniform number. The distribution is that of :mod:`asyncllm.sampling.sampler`.
+
+        :raises TypeError: these kernels do not draw.
+        """
+        raise TypeError(f"the {self.name} kernels do not draw")
 
 
 def fused_kernels(device: torch.device) -> FusedKernels:

@@ -1,8 +1,8 @@
 """One command that proves the GPU path on a GPU: ``python -m tests.gpu.prove --out FOLDER``.
 
 Phases, the most valuable first, each in a process of its own with a deadline: a fault of the device ends one phase and
-not the rest. The JSON in FOLDER is written again after each of them. Needs torch with CUDA, triton and transformers, and
-no network; takes about seven minutes. Exit code 0: every phase that ran has passed.
+not the rest. The JSON in FOLDER is written again after each of them. Needs torch with CUDA, triton and transformers,
+and no network; takes about seven minutes. Exit code 0: every phase that ran has passed.
 
 ``--rehearse`` runs the same code on a CPU in Triton's interpreter with tiny shapes; its times mean nothing.
 """

@@ -1,7 +1,7 @@
 """What the phases of ``prove.py`` share: the device or its stand-in, models with random weights, timing, comparing.
 
-Rehearsed, everything runs on the CPU: Triton kernels in the interpreter, graphs by the emulation that the tests use, and
-shapes small enough for that. Nothing here decides what is measured.
+Rehearsed, everything runs on the CPU: Triton kernels in the interpreter, graphs by the emulation that the tests use,
+and shapes small enough for that. Nothing here decides what is measured.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Rig:
                 if parameter.dim() == 1:
                     parameter.fill_(1.0)
                 else:
-                    parameter.normal_(std=0.5 * parameter.shape[1] ** -0.5, generator=generator)
+                    parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
         prepare_linear_layers(model)
         return model.eval()
 
@@ -179,9 +179,7 @@ class Rig:
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=(EOS,),
-            graph_sizes=[size for size in graph_sizes(max_num_seqs) if size >= max_num_seqs // 2]
-            if with_graphs
-            else [],
+            graph_sizes=graph_sizes(max_num_seqs)[-2:] if with_graphs else [],
         )
         if with_graphs:
             runner.capture_graphs()
@@ -263,7 +261,7 @@ def decode_steps(runner: ModelRunner, *, num_rows: int, context: int, num_steps:
         NewRequest(
             slot=row,
             request_id=row,
-            token_ids=[1] * context,
+            token_ids=[3 + row % 250] * context,
             num_prompt_tokens=context,
             num_computed_tokens=context - 1,
             block_ids=ids[row * per_row : (row + 1) * per_row].tolist(),

@@ -32,7 +32,7 @@ def compile_kernel(
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name not in constants and (types[name].startswith("*") or "stride" in name)
+        if name not in constants and (types[name].startswith("*") or "stride" in name or name == "vocabulary")
     }
     source = ASTSource(
         fn=kernel,
@@ -97,8 +97,19 @@ def fused_kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict
     ]
 
 
+def sample_kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """Return the kernel in ``sample.py`` as :func:`fused_kernels` does, for a large vocabulary."""
+    from asyncllm.kernels.triton import sample
+
+    floats = ("best", "logits", "temperature", "top_p", "min_p", "copied_values")
+    types = {f"{name}_ptr": "*fp32" for name in floats} | {"number_ptr": "*fp64", "ids_ptr": "*i64"}
+    types |= {"top_k_ptr": "*i32", "copied_columns_ptr": "*i32", "vocabulary": "i32"}
+    types |= {f"{name}_stride": "i32" for name in ("logits", "temperature", "top_k", "top_p", "min_p", "number")}
+    return [("draw", sample.draw_kernel, types, {"LANES": sample.LANES, "DEPTH": sample.DEPTH}, {"num_warps": 8})]
+
+
 def main(wanted: list[str]) -> None:
-    groups = {"fused": fused_kernels}
+    groups = {"fused": fused_kernels, "sample": sample_kernels}
     for group in wanted:
         for name, kernel, types, constants, options in groups[group]():
             for architecture in ARCHITECTURES:

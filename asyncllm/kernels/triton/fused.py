@@ -19,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncllm.kernels.base import DrawnTokens
 from asyncllm.kernels.fused import FusedKernels, HeadNorms, Rotation
 from asyncllm.kernels.triton.operators import define_operator
+from asyncllm.kernels.triton.sample import draw_tokens
 
 __all__ = ["INTERPRETED", "TritonFusedKernels"]
 
@@ -37,6 +39,7 @@ class TritonFusedKernels(FusedKernels):
     """The operations in Triton: on CUDA tensors, and in Triton's interpreter on CPU ones."""
 
     name = "triton"
+    draws = True
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return ``x`` [T, size] normalised, as a new tensor."""
@@ -64,6 +67,19 @@ class TritonFusedKernels(FusedKernels):
         """Return the query heads [T, H, D] normalised and rotated, as a new tensor; store keys and values."""
         query_weight, key_weight, eps = (None, None, 0.0) if norms is None else norms
         return _rotate_and_write(heads, rotation.cos, rotation.sin, cache, slots, query_weight, key_weight, eps)
+
+    def draw_tokens(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        number: torch.Tensor,
+    ) -> DrawnTokens:
+        """Return a token of each row of ``logits`` [R, V]; see :mod:`asyncllm.kernels.triton.sample`."""
+        _check_rows(logits)
+        return DrawnTokens(*draw_tokens(logits, temperature, top_k, top_p, min_p, number))
 
 
 @triton.jit

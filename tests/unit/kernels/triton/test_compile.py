@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-
 REPOSITORY = Path(__file__).resolve().parents[4]
 
 
-@pytest.mark.parametrize("group", ["fused"])
+@pytest.mark.triton
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["fused", "sample"])
 def test_kernels_compile_without_spilling(group: str, tmp_path: Path) -> None:
     """In a process of its own: in this one, triton interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
