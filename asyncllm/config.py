@@ -144,7 +144,7 @@ class DeviceConfig:
     device: str = AUTO
     """``auto`` (a GPU that can serve, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``."""
     attention_backend: str = AUTO
-    """``auto``; on a GPU ``triton`` or ``flash_attn``; on a CPU ``native`` (compiled), ``cpu`` (torch) or
+    """``auto``; on a GPU ``triton``; on a CPU ``native`` (compiled), ``cpu`` (torch) or
     ``reference``; the last two run the whole model on torch."""
     enforce_eager: bool = False
     """On a GPU: launch every operation of every step anew instead of replaying CUDA graphs; slower, saves memory."""

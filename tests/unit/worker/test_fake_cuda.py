@@ -37,17 +37,20 @@ def write_models(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("backends", "names"),
+    ("backends", "names", "fused"),
     [
-        (["triton"], ["llama", "opt", "gemma3"]),
-        (["flash_attn 2", "flash_attn 3", "flash_attn 4"], ["gemma3"]),  # which has windows
+        (["triton"], ["llama", "opt", "gemma3"], "triton"),
+        (["triton"], ["llama", "opt", "gemma3"], "torch"),
+        (["flash_attn 2", "flash_attn 3", "flash_attn 4"], ["gemma3"], "triton"),  # which has windows
     ],
-    ids=["triton", "flash_attn"],
+    ids=["triton", "triton, the rest in torch", "flash_attn"],
 )
-def test_a_step_never_waits_for_the_device(backends: list[str], names: list[str], guard: Path, tmp_path: Path) -> None:
+def test_a_step_never_waits_for_the_device(
+    backends: list[str], names: list[str], fused: str, guard: Path, tmp_path: Path
+) -> None:
     folders = [folder for folder in write_models(tmp_path) if folder.name in names]
     program = [sys.executable, "-m", "tests.support.fake_cuda", str(guard), ",".join(backends), *map(str, folders)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "ASYNCLLM_FUSED_KERNELS": fused}
     ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
