@@ -163,8 +163,7 @@ class EngineCore:
         try:
             return self.executor.execute_model(scheduled)
         except Exception as error:
-            if not self._steps_out:
-                raise
+            self.max_steps_out = 0  # nothing is launched after it
             return _FailedStep(error)
 
     def _end_oldest(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs:
