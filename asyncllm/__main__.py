@@ -150,7 +150,7 @@ def _info(options: argparse.Namespace) -> int:
                 "CUDA graphs": "off" if config.device.enforce_eager else "on a GPU",
                 "kernels": describe_kernels() + (f", quantization {quantization}" if quantization else ""),
                 "context": config.model.max_model_len or checkpoint.max_position,
-                "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
+                "KV block": f"{config.cache.block_size or 'auto'} tokens, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
                 "steps overlap": _yes_no(config.scheduler.async_scheduling),

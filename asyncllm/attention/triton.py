@@ -21,10 +21,13 @@ from asyncllm.attention.base import (
     GraphSupport,
     StepField,
     StepLimits,
+    side_by_side,
 )
 from asyncllm.attention.work_list import LARGE_CHUNK, SMALL_CHUNK, WorkList, WorkListLimits
+from asyncllm.kernels.fused import fused_kernels
 
 if TYPE_CHECKING:
+    from asyncllm.kernels.fused import HeadNorms, Rotation
     from asyncllm.kernels.triton.paged_attention import Tile
 
 __all__ = ["TritonAttention", "TritonPlan"]
@@ -61,7 +64,8 @@ class TritonAttention(AttentionBackend):
         super().__init__(spec)
         from asyncllm.kernels.triton import paged_attention as kernels
 
-        self.kernels = kernels
+        self._kernels = kernels
+        self._fused = fused_kernels(spec.device)
         self._group = spec.num_heads // spec.num_kv_heads
         self._small: Tile
         self._large: Tile
@@ -140,7 +144,18 @@ class TritonAttention(AttentionBackend):
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: TritonPlan) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
-        self.kernels.kv_write(_side_by_side(key), _side_by_side(value), cache, plan.batch.slot_mapping)
+        self._kernels.kv_write(side_by_side(key), side_by_side(value), cache, plan.batch.slot_mapping)
+
+    def rotate_and_write(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        cache: torch.Tensor,
+        plan: TritonPlan,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """Return the query heads normalised and rotated, and store keys and values, in one launch on a GPU."""
+        return self._fused.rotate_and_write(heads, rotation, cache, plan.batch.slot_mapping, norms)
 
     def forward(
         self, query: torch.Tensor, cache: torch.Tensor, plan: TritonPlan, *, scale: float, window: int | None = None
@@ -153,7 +168,7 @@ class TritonAttention(AttentionBackend):
         is_new = window not in self._windows  # once, also what this step needs not: no later one waits for a compiler
         self._windows.add(window)
         batch, fields = plan.batch, plan.batch.fields
-        self.kernels.paged_attention(
+        self._kernels.paged_attention(
             out,
             query,
             cache,
@@ -200,10 +215,3 @@ class TritonAttention(AttentionBackend):
             torch.empty((slots, spec.num_heads, spec.head_dim), dtype=torch.float32, device=spec.device),
             torch.empty((slots, 2, spec.num_heads), dtype=torch.float32, device=spec.device),
         )
-
-
-def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Return ``rows`` [T, KV, D] with each token's numbers next to each other; tokens may be apart."""
-    if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]:
-        return rows
-    return rows.contiguous()
