@@ -181,7 +181,7 @@ class FlashAttention(AttentionBackend):
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Return the query heads normalised and rotated, and store keys and values, in one launch where triton is."""
-        return self._fused.rotate_and_write(heads, rotation, cache, plan.batch.slot_mapping, norms)
+        return self._fused.rotate_and_write(heads, rotation, cache, plan.kv_slots, norms)
 
     def forward(
         self, query: torch.Tensor, cache: torch.Tensor, plan: FlashPlan, *, scale: float, window: int | None = None
