@@ -435,7 +435,8 @@ class ModelRunner:
             for begin in range(first, end, size):
                 stop = min(begin + size, end)
                 logits = self._logits(hidden[start + begin - first : start + stop - first])
-                chosen = batch.tokens[slot, begin + 1 : stop + 1]
+                # A copy: by the time that the download is made, the slot may be another's.
+                chosen = batch.tokens[slot, begin + 1 : stop + 1].clone()
                 parts.append(compute_logprobs(logits, chosen, with_top=num_top > 0))
             found.append(PromptLogprobs(slot, min(num_top, self.vocab_size), parts))
         return found

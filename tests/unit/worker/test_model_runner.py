@@ -192,6 +192,23 @@ def test_r60_prompt_logprobs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens() == whole == PROMPTS[3][1:]
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_prompt_logprobs_are_those_of_a_request_whose_slot_another_has_by_now(num_top: int) -> None:
+    """Its chunk is out while it is preempted: the copy to the host may be made after the other's prompt came."""
+    driver = Driver(make_runner(backend="device"))
+    driver.add(0, PROMPTS[3], sampling(prompt_logprobs=num_top))
+    chunk = driver.runner.execute(driver.plan({0: 20}))
+    slot = driver.requests[0].slot
+    assert slot is not None
+    driver.release(0)
+    driver.add(1, PROMPTS[2], sampling())
+    driver.step({1: len(PROMPTS[2])})
+    assert driver.requests[1].slot == slot
+    rows = chunk.result().prompt_logprobs[slot]
+    assert rows.token_ids[:: 1 + num_top] == PROMPTS[3][1:21]
+
+
 def test_prompt_logprobs_are_not_reported_again_after_a_preemption_with_output() -> None:
     driver = Driver(make_runner())
     request = driver.add(0, PROMPTS[0], sampling(prompt_logprobs=0))
