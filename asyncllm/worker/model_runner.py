@@ -241,7 +241,8 @@ class ModelRunner:
         batch.block_table.kv_slots(token_slots, positions, staged["slot_mapping"][:num_tokens])
         batch.num_computed_tokens[slots] = seq_lens
         draws = self._stage_draws(staged, slots, seq_lens, query_start)
-        graph_size = self.graphs.size_for(num_rows) if num_tokens == num_rows else None
+        is_decode = num_tokens == num_rows and not self._reports_prompt(slots, computed)
+        graph_size = self.graphs.size_for(num_rows) if is_decode else None
         flat = FlatBatch(
             query_lens=query_lens.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
@@ -272,6 +273,13 @@ class ModelRunner:
         self.backend.scrub(self.kv_caches, blocks[blocks > 0].tolist())
 
     # ----------------------------------------------------------------------------------------------------- preparation
+    def _reports_prompt(self, slots: Int64, computed: Int64) -> bool:
+        """Return whether a row reports on its prompt in this step, which takes hidden states: a graph returns none."""
+        wanted = self.batch.slot_to_prompt_logprobs
+        if not wanted:
+            return False
+        return not wanted.keys().isdisjoint(slots[computed < self.batch.num_prompt_tokens[slots] - 1].tolist())
+
     def _stage_draws(
         self, staged: Mapping[str, npt.NDArray[Any]], slots: Int64, seq_lens: Int64, query_start: npt.NDArray[np.int32]
     ) -> Draws | None:
