@@ -198,6 +198,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_parked: int = 0
     resume_queries: int = 0  # the same two for requests that come back after a preemption
     resume_hits: int = 0
+    num_dropped_tokens: int = 0  # drawn for requests that had ended or were preempted while their step was out
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
