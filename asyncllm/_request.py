@@ -45,6 +45,11 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     logprob_token_ids: list[int] | None
+    schema: Any
+    regex: str | None
+    choice: list[str] | None
+    grammar: str | None
+    json_object: bool
     truncate_prompt_tokens: int | None
     detokenize: bool
     skip_special_tokens: bool

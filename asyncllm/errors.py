@@ -13,6 +13,7 @@
     │   ├── RequestTooLargeError               can never fit the KV blocks of this engine
     │   └── DuplicateRequestError              a live request has this id
     ├── RequestFailedError                     the engine accepted this request, then failed on it alone
+    ├── MissingDependencyError (ImportError)   this request needs an optional package that is not installed
     ├── UtilityError (RuntimeError)            a call into the engine (``collective_rpc`` …) failed there
     └── EngineError (RuntimeError)
         ├── EngineStartError                   the engine never became ready
@@ -43,6 +44,7 @@ __all__ = [
     "ErrorInfo",
     "InsufficientMemoryError",
     "InvalidParameterError",
+    "MissingDependencyError",
     "ModelError",
     "ModelNotFoundError",
     "PromptTooLongError",
@@ -241,6 +243,14 @@ class RequestFailedError(AsyncLLMError, RuntimeError):
     """The engine accepted this request and then failed on it alone; the engine and its other requests go on."""
 
     fields = ("request_id",)
+    request_id: str | None
+
+
+class MissingDependencyError(AsyncLLMError, ImportError):
+    """An optional package that this request needs is not installed; the message says how to install it."""
+
+    fields = ("package", "request_id")
+    package: str | None
     request_id: str | None
 
 

@@ -7,6 +7,7 @@ Plain data; nothing here knows of the engine. Invariant (DESIGN contract): over 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -104,6 +105,11 @@ class Completion(msgspec.Struct):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     samples: list[Completion] = []
+    parsed: Any = None
+    """What the text says as JSON, where ``schema`` or ``json_object`` was asked for: an object of the type given, plain
+    data for a schema that was a dict or text."""
+    parse_error: str | None = None
+    """Why there is no ``parsed`` although it was asked for: the text was cut off, or the type refuses it."""
 
     def __str__(self) -> str:
         return self.text

@@ -344,6 +344,9 @@ class TokenStream:
         return f"<TokenStream {self.request_id!r} {state}>"
 
 
+_NOT_ALL = "the stream was cancelled before all of it was delivered"
+
+
 def _fresh(error: BaseException) -> BaseException:
     return error.fresh() if isinstance(error, AsyncLLMError) else error
 
@@ -360,4 +363,6 @@ def _without(completion: Completion, undelivered: Iterable[TokenDelta]) -> Compl
         logprobs=None if completion.logprobs is None else completion.logprobs[: len(completion.logprobs) - num_ids],
         finish_reason=FinishReason.ABORT if missing else completion.finish_reason,
         stop_reason=None if missing else completion.stop_reason,
+        parsed=None if missing else completion.parsed,
+        parse_error=_NOT_ALL if missing and completion.parsed is not None else completion.parse_error,
     )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from asyncllm.config import EngineConfig
+    from asyncllm.structured.compiler import GrammarCompiler
 
 __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 
@@ -57,12 +58,15 @@ UTILITIES = frozenset(
 class EngineCore:
     """A started engine.
 
+    ``wake`` is called, on any thread, when :meth:`step` has something to do again without a new message.
+
     :raises ModelError: the checkpoint cannot be used.
     :raises InsufficientMemoryError: one request of ``max_model_len`` does not fit.
     :raises Exception: whatever else the executor raised; it is shut down then.
     """
 
-    def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
+    def __init__(self, config: EngineConfig, report: ReportProgress, wake: Callable[[], None] | None = None) -> None:
+        self.config = config
         self.executor = Executor.get_class(config)(config, report)
         try:
             found = self.executor.start()
@@ -79,6 +83,8 @@ class EngineCore:
             raise
         self._refused: list[FinishedRequest] = []
         self._drains: list[Future[None]] = []
+        self._grammars: GrammarCompiler | None = None  # from the first request on that has one
+        self._wake = wake
 
     # -------------------------------------------------------------------------------------------- requests and steps
     def apply(self, message: SchedulerInput) -> None:
@@ -89,6 +95,8 @@ class EngineCore:
         if isinstance(message, EngineCoreRequest):
             try:
                 self.scheduler.add_request(message)
+                if message.sampling.grammar is not None and message.request_id in self.scheduler.requests:
+                    self._compile(message)
             except Exception as error:  # whatever it is, only this request is wrong
                 row = FinishedRequest(message.request_id, EngineFinishReason.ERROR, error=describe_error(error))
                 self._refused.append(row)
@@ -99,6 +107,21 @@ class EngineCore:
         else:
             self.scheduler.park_requests(message.request_ids, message.parked)
 
+    def _compile(self, message: EngineCoreRequest) -> None:
+        """Have the grammar of a request compiled on a thread; the request waits in the scheduler."""
+        if self._grammars is None:
+            from asyncllm.structured.compiler import GrammarCompiler
+
+            info = self.info
+            self._grammars = GrammarCompiler(
+                self.config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids, on_ready=self._wake
+            )
+        self._grammars.submit(message)
+
+    def wait_for_grammar(self) -> bool:
+        """Block until a grammar that requests wait for is compiled; ``False`` at once if there is none."""
+        return self._grammars is not None and self._grammars.wait()
+
     def step(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs | None:
         """Run one step and return what it produced (possibly nothing yet); ``None`` if there was nothing to do.
 
@@ -107,6 +130,9 @@ class EngineCore:
 
         :raises Exception: the executor failed; the engine cannot go on.
         """
+        if self._grammars is not None and self._grammars.has_ready:
+            for request_id, matcher in self._grammars.take():
+                self.scheduler.set_grammar(request_id, matcher)
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             outputs = self.scheduler.take_outputs()
@@ -125,13 +151,16 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Return whether :meth:`step` has something to do now."""
-        return bool(self._refused) or self.scheduler.has_work()
+        has_grammar = self._grammars is not None and self._grammars.has_ready
+        return bool(self._refused) or has_grammar or self.scheduler.has_work()
 
     def shutdown(self) -> None:
         """End the executor. Idempotent."""
         for drain in self._drains:
             drain.cancel()
         self._drains.clear()
+        if self._grammars is not None:
+            self._grammars.shutdown()
         self.executor.shutdown()
 
     # --------------------------------------------------------------------------------------------------- utilities

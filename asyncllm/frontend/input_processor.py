@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError, shown
 from asyncllm.frontend.chat_template import ChatTemplate
-from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
+from asyncllm.frontend.structured import is_long_structure, make_grammar
+from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS, DecodeStyle
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, RareSampling
+from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, Grammar, RareSampling
 
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
@@ -123,7 +124,9 @@ class InputProcessor:
         return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
 
     def has_long_params(self, params: SamplingParams) -> bool:
-        """Return whether ``params`` hold words that take so long to tokenize, whatever the prompt. O(words)."""
+        """Return whether ``params`` hold words or a schema that take so long, whatever the prompt. O(words)."""
+        if params.structure is not None and is_long_structure(params):
+            return True
         return 2 * sum(map(len, params.bad_words or ())) >= LONG_TEXT_CHARS  # each is encoded twice
 
     def prepare_chat(self) -> None:
@@ -181,10 +184,11 @@ class InputProcessor:
         _check_arguments(request_id, params, priority, cache_salt)
         bad_words = self._bad_words(params.bad_words) if params.bad_words else []
         self._check_params(params, bad_words)
+        grammar = None if params.structure is None else self._grammar(params, params.structure)
         num_kept = None if params.truncate_prompt_tokens is None else self._num_kept(params)
         ids = self._prompt_ids(prompt, add_special_tokens, num_kept)
         self._check_prompt(ids)
-        samplings = self._samplings(params, len(ids), bad_words)
+        samplings = self._samplings(params, len(ids), _rare(params, bad_words, grammar))
         requests = [
             EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt) for sampling in samplings
         ]
@@ -305,8 +309,15 @@ class InputProcessor:
             name = "bad_words" if bad else "stop_token_ids"
             _refuse(name, getattr(params, name), limit)
 
+    def _grammar(self, params: SamplingParams, name: str) -> Grammar | None:
+        """Return what the output has to match; what only compiling shows is found in the engine."""
+        if self._tokenizer.style is DecodeStyle.GENERAL:
+            limit = "absent: this model's tokens have no text of their own, so that no grammar can be followed"
+            _refuse(name, getattr(params, name), limit)
+        return make_grammar(params)
+
     def _samplings(
-        self, params: SamplingParams, num_prompt_tokens: int, bad_words: list[list[int]]
+        self, params: SamplingParams, num_prompt_tokens: int, rare: RareSampling | None
     ) -> list[EngineSampling]:
         room = self._limits.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -314,7 +325,6 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "little") if value["temperature"] else 0
-        rare = _rare(params, bad_words)
         return [
             EngineSampling(
                 max_tokens=max_tokens,
@@ -345,15 +355,16 @@ class InputProcessor:
         return self._defaults[name] if given is None else given
 
 
-def _rare(params: SamplingParams, bad_words: list[list[int]]) -> RareSampling | None:
+def _rare(params: SamplingParams, bad_words: list[list[int]], grammar: Grammar | None) -> RareSampling | None:
     """Return what of ``params`` few requests use; ``None`` where this is none of them."""
     watched = params.repetition_detection
-    if not bad_words and params.logprob_token_ids is None and watched is None:
+    if not bad_words and params.logprob_token_ids is None and watched is None and grammar is None:
         return None
     return RareSampling(
         bad_words,
         list(params.logprob_token_ids or ()),
         None if watched is None else (watched.min_pattern_size, watched.max_pattern_size, watched.min_count),
+        grammar,
     )
 
 

@@ -14,6 +14,7 @@ from asyncllm.errors import RequestFailedError
 from asyncllm.frontend.decoders import make_decoder
 from asyncllm.frontend.detokenizer import make_detokenizer
 from asyncllm.frontend.logprobs import LogprobQueue, PromptLogprobs
+from asyncllm.frontend.structured import parse_output
 from asyncllm.outputs import Completion, FinishReason, TokenDelta, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
@@ -154,10 +155,15 @@ class SampleState:
     def completion(self, usage: Usage) -> Completion:
         """Return the sample as it stands; one that has not ended is an aborted one."""
         request = self.request
+        text = "".join(self.texts)
+        parsed, parse_error = None, None
+        if request.params.structure is not None:
+            is_whole = self.finish_reason is FinishReason.STOP
+            parsed, parse_error = parse_output(request.params, text, is_whole=is_whole)
         return Completion(
             request_id=request.request_id,
             index=self.index,
-            text="".join(self.texts),
+            text=text,
             token_ids=self.token_ids,
             prompt_token_ids=request.prompt_token_ids,
             finish_reason=self.finish_reason or FinishReason.ABORT,
@@ -165,6 +171,8 @@ class SampleState:
             usage=usage,
             logprobs=self.logprobs,
             prompt_logprobs=None if request.prompt_logprobs is None else request.prompt_logprobs.values,
+            parsed=parsed,
+            parse_error=parse_error,
         )
 
 
