@@ -152,6 +152,7 @@ def _info(options: argparse.Namespace) -> int:
                 "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
+                "steps overlap": _yes_no(config.scheduler.async_scheduling),
             },
         )
     return 0
@@ -168,6 +169,10 @@ def _weights(checkpoint: Checkpoint) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
+def _yes_no(value: bool | str) -> str:
+    return value if isinstance(value, str) else "yes" if value else "no"
+
+
 def _show_engine(info: EngineInfo) -> None:
     _table(
         "engine",
@@ -181,6 +186,7 @@ def _show_engine(info: EngineInfo) -> None:
             + (f" of {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),
             "running at once": info.max_num_seqs,
             "tokens per step": info.max_num_batched_tokens,
+            "steps overlap": _yes_no(info.async_scheduling),
         },
     )
     _table("start-up, seconds", {name: f"{seconds:.2f}" for name, seconds in info.phase_to_seconds.items()})

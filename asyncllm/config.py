@@ -94,12 +94,16 @@ class SchedulerConfig:
     """Most prompt tokens of one request in one step; 0: only the budget bounds it."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """``priority``: lower ``priority`` first, then arrival; a more urgent request may preempt."""
+    async_scheduling: bool | Literal["auto"] = AUTO
+    """Launch each step before the ids of the one before it are known. ``auto``: on a GPU; on a CPU it gains nothing."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _one_of("policy", self.policy, ("fcfs", "priority"))
+        if not isinstance(self.async_scheduling, bool) and self.async_scheduling != AUTO:
+            _refuse("async_scheduling", self.async_scheduling, "True, False or 'auto'")
 
 
 @dataclass(frozen=True, kw_only=True)

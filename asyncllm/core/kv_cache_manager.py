@@ -132,8 +132,10 @@ class KVCacheManager:
         """Return how many blocks, ``wanted`` ones aside, will be free once the steps that are out have ended."""
         if not self._leaving:
             return 0
-        ref_count, kept = self.pool.ref_count, set(wanted)
-        return sum(ref_count(i) == 1 and i not in kept for left in self._leaving for i in left.block_ids)
+        num_uses = Counter(block_id for left in self._leaving for block_id in left.block_ids)
+        for block_id in wanted:
+            num_uses.pop(block_id, None)
+        return sum(self.pool.ref_count(block_id) == count for block_id, count in num_uses.items())
 
     def invalidate(self, request: Request, step_id: int = NEVER) -> set[int]:
         """Let nobody find what a request wrote in the life to which ``step_id`` belongs; return all those blocks.

@@ -483,7 +483,7 @@ class Scheduler:
             self._counters,
             num_running=num_running,
             num_waiting=len(self.requests) - num_running,
-            num_free_blocks=self.kv.pool.num_free_blocks,
+            num_free_blocks=self.kv.pool.num_free_blocks + self.kv.num_leaving_blocks(),
             num_parked=len(self.parked),
         )
 

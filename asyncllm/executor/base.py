@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from asyncllm import platforms
+from asyncllm.config import AUTO
 from asyncllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,6 +80,11 @@ class Executor(ABC):
             raise ConfigError(f"executor {name!r} is not an Executor", parameter="executor", value=name)
         return cls
 
+    def overlaps_steps(self) -> bool:
+        """Return whether a step is to be launched before the one before it has ended; also before :meth:`start`."""
+        option = self.config.scheduler.async_scheduling
+        return platforms.current(self.config).is_asynchronous if option == AUTO else option
+
     @abstractmethod
     def start(self) -> ExecutorInfo:
         """Init devices, load the model, size and allocate the KV blocks, warm up. Blocks until steps can run.
@@ -88,7 +95,10 @@ class Executor(ABC):
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> PendingStep:
-        """Launch one step and return without waiting for its result where the device allows that."""
+        """Launch one step and return without waiting for its result where the device allows that.
+
+        Steps run in the order of their launch; with :meth:`overlaps_steps` the next may come before this one has ended.
+        """
 
     @abstractmethod
     def collective_rpc(

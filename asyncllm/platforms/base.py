@@ -21,6 +21,9 @@ class Platform(ABC):
     attention_backends: ClassVar[tuple[str, ...]]
     """Names of the attention backends to try for ``auto``, best first."""
 
+    is_asynchronous: ClassVar[bool] = True
+    """Whether a launched step computes by itself while the host goes on."""
+
     @abstractmethod
     def default_dtype(self) -> str:
         """Return the dtype that ``dtype="auto"`` means here."""

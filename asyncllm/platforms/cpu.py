@@ -31,6 +31,7 @@ class CpuPlatform(Platform):
     name: ClassVar[str] = "cpu"
     worker_cls: ClassVar[str] = "asyncllm.worker.worker.Worker"
     attention_backends: ClassVar[tuple[str, ...]] = ("native", "cpu", "reference")
+    is_asynchronous: ClassVar[bool] = False
 
     def default_dtype(self) -> str:
         """Return float32: equal to transformers in float32, and the fastest of torch's dtypes on most CPUs."""

@@ -51,15 +51,18 @@ class _Row:
 
 
 class _Step:
-    """A launched step; ``result`` returns once its time is over."""
+    """A launched step; ``result`` returns once its time is over and the gate is open."""
 
-    __slots__ = ("output", "ready_at")
+    __slots__ = ("gate_path", "output", "ready_at")
 
-    def __init__(self, output: ModelRunnerOutput, ready_at: float) -> None:
+    def __init__(self, output: ModelRunnerOutput, ready_at: float, gate_path: str | None) -> None:
         self.output = output
         self.ready_at = ready_at
+        self.gate_path = gate_path
 
     def result(self) -> ModelRunnerOutput:
+        while self.gate_path is not None and os.path.exists(self.gate_path):
+            time.sleep(0.001)
         left = self.ready_at - time.monotonic()
         if left > 0:
             time.sleep(left)
@@ -100,11 +103,16 @@ class ScriptedExecutor(Executor):
         self._rows: dict[int, _Row] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_LENGTH)
         self._num_steps = 0
+        self._busy_until = 0.0  # steps run one after the other
         self._eos = EOS
         self._vocab_size = 0
         self.set_script(config.parallel.executor_options)
 
     # ------------------------------------------------------------------------------------------- the Executor's part
+    def overlaps_steps(self) -> bool:
+        """Return the option ``async_scheduling``; ``auto`` is off, on whatever machine this runs."""
+        return self.config.scheduler.async_scheduling is True
+
     def start(self) -> ExecutorInfo:
         """Return the sizes from ``config.json`` and the options; no device is touched."""
         started = time.monotonic()
@@ -141,8 +149,8 @@ class ScriptedExecutor(Executor):
         self._apply_difference(scheduler_output)
         output = self._draw(scheduler_output)
         self._record(scheduler_output, output)
-        self._wait_at_gate()
-        return _Step(output, time.monotonic() + self._step_ms / 1e3)
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._step_ms / 1e3
+        return _Step(output, self._busy_until, self._gate_path)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -306,10 +314,6 @@ class ScriptedExecutor(Executor):
                 "freed": list(step.freed_slots),
             }
         )
-
-    def _wait_at_gate(self) -> None:
-        while self._gate_path is not None and os.path.exists(self._gate_path):
-            time.sleep(0.001)
 
 
 _RPC_METHODS = frozenset(

@@ -177,6 +177,7 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     phase_to_seconds: dict[str, float] = {}
     kernels: str = ""  # which operators the model runs on, with instruction set and threads
     kv_cache_dtype: str = ""  # how keys and values are stored
+    async_scheduling: bool = False  # whether each step is launched before the ids of the one before it are known
 
 
 class StartupProgress(msgspec.Struct, array_like=True, tag=1):
@@ -204,7 +205,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
     num_running: int = 0
     num_waiting: int = 0
-    num_free_blocks: int = 0
+    num_free_blocks: int = 0  # held by no request; a step that is out may still use some of them
     num_steps: int = 0
     num_prefill_tokens: int = 0  # prompt tokens computed, recomputation included
     num_generated_tokens: int = 0

@@ -28,9 +28,11 @@ LOGPROB_TOLERANCE = 1e-4
 """Natural logs in float32, sums in another order; the largest difference seen is 1e-5."""
 
 
-@pytest.fixture(scope="module")
-async def module_llm(anyio_backend: Any, tiny_llama: Path) -> AsyncIterator[AsyncLLM]:
-    async with AsyncLLM(tiny_llama, num_threads=1, num_blocks=512, max_num_batched_tokens=BUDGET) as llm:
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapped"])
+async def module_llm(anyio_backend: Any, tiny_llama: Path, request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
+    options = {"num_threads": 1, "num_blocks": 512, "max_num_batched_tokens": BUDGET}
+    async with AsyncLLM(tiny_llama, async_scheduling=request.param, **options) as llm:
+        assert llm.info.async_scheduling == request.param
         yield llm
 
 
@@ -106,12 +108,12 @@ async def test_b103_seeds_tell_requests_apart_and_allowed_ids_force_them(llm: As
 
 async def test_b63_a_reset_in_the_middle_does_not_change_the_text(llm: AsyncLLM, tiny_llama: Path) -> None:
     (prompt,) = prompts(1, seed=63)
-    stream = llm.stream(prompt, max_tokens=100, temperature=0.0, ignore_eos=True)
+    stream = llm.stream(prompt, max_tokens=400, temperature=0.0, ignore_eos=True)
     for _ in range(10):
         await anext(stream)
     assert await llm.reset_prefix_cache(reset_running=True)
     completion = await stream.completion()
-    assert completion.token_ids == models.greedy(tiny_llama, prompt, 100)
+    assert completion.token_ids == models.greedy(tiny_llama, prompt, 400)
     assert completion.usage.num_preemptions == 1
 
 

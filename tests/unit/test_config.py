@@ -50,6 +50,8 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         ("max_num_seqs", True),
         ("max_num_batched_tokens", 0),
         ("policy", "lifo"),
+        ("async_scheduling", "always"),
+        ("async_scheduling", 1),
         ("dtype", "int3"),
         ("quantization", "int3"),
         ("quantization", 8),

@@ -96,6 +96,7 @@ def test_info_with_a_started_engine(model: list[str], capsys: pytest.CaptureFixt
     assert cli.main(["info", *model, "--start"]) == 0
     out = capsys.readouterr().out
     assert "4096 of 16 tokens" in out
+    assert "  steps overlap    no\n" in out
     assert "start-up, seconds" in out
 
 
