@@ -40,10 +40,14 @@ class TokenMasks:
 
         On a CPU 10 to 45 µs a row of 49,152; elsewhere a copy of V / 8 bytes a row and no wait for the device.
         """
-        if logits.device.type == "cpu":
-            for row, mask in self._row_to_mask.items():
-                _exclude(logits[row].numpy(), np.frombuffer(mask, np.uint8))
+        if logits.device.type != "cpu":
+            self.apply_on_device(logits)
             return
+        for row, mask in self._row_to_mask.items():
+            _exclude(logits[row].numpy(), np.frombuffer(mask, np.uint8))
+
+    def apply_on_device(self, logits: torch.Tensor) -> None:
+        """Do the same by operations of torch alone, on any device."""
         masks = np.stack([np.frombuffer(mask, np.uint8) for mask in self._row_to_mask.values()])
         bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
         packed = self._upload(masks)  # [M, V / 8]

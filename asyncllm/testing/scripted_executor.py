@@ -86,6 +86,8 @@ class ScriptedExecutor(Executor):
     otherwise
         The prompt is echoed, then the end-of-sequence id.
 
+    Under a grammar (``schema``, ``regex`` …) a token that may not come next is replaced by the lowest id that may.
+
     How it goes:
 
     ``step_ms``, ``start_ms``: a step, or the start, takes this long. ``gate_path``: no step ends while this file
@@ -256,10 +258,11 @@ class ScriptedExecutor(Executor):
                 raise ScriptError(f"request {row.request_id}: {row.computed} tokens in {len(row.blocks)} blocks")
             if row.sampling.prompt_logprobs >= 0 and start < row.num_prompt - 1:
                 output.prompt_logprobs[slot] = self._prompt_rows(row, start)
-            output.token_ids.append(self._next_token(slot, row, output) if row.computed == row.known else -1)
+            drawn = self._next_token(slot, row, output, step.masks.get(slot)) if row.computed == row.known else -1
+            output.token_ids.append(drawn)
         return output
 
-    def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput) -> int:
+    def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput, mask: bytes | None) -> int:
         position = row.known - row.num_prompt
         row.known += 1
         if position == self._fail_position and self._fail_key in _as_key(row.prompt):
@@ -270,6 +273,8 @@ class ScriptedExecutor(Executor):
             token = reply[position]
         else:
             token = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
+        if mask is not None:
+            token = _allowed(token, mask)
         if row.sampling.logprobs >= 0:
             output.logprobs[slot] = self._candidates([token], row.sampling.logprobs, row.sampling.logprob_token_ids)
         return token
@@ -319,6 +324,13 @@ class ScriptedExecutor(Executor):
 _RPC_METHODS = frozenset(
     {"history", "clear_history", "rows", "set_script", "echo", "fail", "sleep_ms", "start_profile", "stop_profile"}
 )
+
+
+def _allowed(token: int, mask: bytes) -> int:
+    """Return ``token`` if the mask allows it, else the lowest id that it does."""
+    if mask[token >> 3] >> (token & 7) & 1:
+        return token
+    return next(8 * index + (byte & -byte).bit_length() - 1 for index, byte in enumerate(mask) if byte)
 
 
 def _as_key(token_ids: Sequence[int]) -> str:
