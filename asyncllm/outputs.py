@@ -20,7 +20,8 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     """End of sequence, a stop string or a stop token; ``stop_reason`` says which (``None``: end of sequence)."""
     LENGTH = "length"
-    """``max_tokens`` or the model's context (or, alone in the engine, its KV blocks) is used up."""
+    """``max_tokens`` or the model's context (or, alone in the engine, its KV blocks) is used up. An output under a
+    grammar was brought to its end before, wherever there was room for one: its text is whole."""
     REPETITION = "repetition"
     """The output ends in a pattern as ``repetition_detection`` says; ``stop_reason`` is "repetition_detected"."""
     ABORT = "abort"

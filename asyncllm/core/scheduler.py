@@ -401,12 +401,13 @@ class Scheduler:
             self._report(request, EngineFinishReason.STOP)
             return True
         try:
-            if not matcher.follow(token_id):
+            if not matcher.follow(token_id, request.max_num_tokens - len(request.token_ids)):
                 return False
         except AsyncLLMError as error:
             self._report(request, EngineFinishReason.ERROR, error=_describe(error))
         else:
-            self._report(request, EngineFinishReason.COMPLETE)
+            is_cut = matcher.is_shortened
+            self._report(request, EngineFinishReason.LENGTH if is_cut else EngineFinishReason.COMPLETE)
         return True
 
     def _fail_rows(self, step: SchedulerOutput, rows: list[Request], failed: dict[int, str]) -> None:

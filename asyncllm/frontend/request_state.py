@@ -158,8 +158,8 @@ class SampleState:
         text = "".join(self.texts)
         parsed, parse_error = None, None
         if request.params.structure is not None:
-            is_whole = self.finish_reason is FinishReason.STOP
-            parsed, parse_error = parse_output(request.params, text, is_whole=is_whole)
+            is_cut = self.finish_reason is not FinishReason.STOP
+            parsed, parse_error = parse_output(request.params, text, is_cut=is_cut)
         return Completion(
             request_id=request.request_id,
             index=self.index,

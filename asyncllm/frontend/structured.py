@@ -54,21 +54,21 @@ def make_grammar(params: SamplingParams) -> Grammar | None:
     return Grammar(name, name, getattr(params, name))
 
 
-def parse_output(params: SamplingParams, text: str, *, is_whole: bool) -> tuple[Any, str | None]:
+def parse_output(params: SamplingParams, text: str, *, is_cut: bool) -> tuple[Any, str | None]:
     """Return the object that ``text`` says, and else why there is none; nothing at all where no JSON was asked for.
 
-    ``is_whole``: the output ended by itself. Takes about 5 ns a character, and for a pydantic type what its own
-    validators take.
+    ``is_cut``: the output did not end by itself; it may be whole even so. Takes about 5 ns a character, and for a
+    pydantic type what its own validators take.
     """
     if params.schema is None and not params.json_object:
         return None, None
     if not params.detokenize:
         return None, "there is no text with detokenize=False"
-    if not is_whole:
-        return None, "the output was cut off before its end"
     try:
         return _parse(params.schema, text), None
     except Exception as error:  # pydantic's and msgspec's own, and whatever a validator of the caller's raises
+        if is_cut:
+            return None, "the output was cut off before its end"
         return None, f"{type(error).__name__}: {shown(str(error), max_chars=1000)}"
 
 

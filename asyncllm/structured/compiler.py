@@ -20,9 +20,10 @@ from asyncllm.structured.matcher import Matcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
     from asyncllm.config import EngineConfig
+    from asyncllm.structured.vocabulary import Vocabulary
     from asyncllm.wire.messages import EngineCoreRequest, Grammar
 
 __all__ = ["GrammarCompiler"]
@@ -50,7 +51,7 @@ class GrammarCompiler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._on_ready = on_ready
         self._thread = ThreadPoolExecutor(1, "asyncllm-grammar")
-        self._vocabulary: LLTokenizer | None = None  # of the thread
+        self._vocabulary: Vocabulary | None = None  # made on the thread, with the first grammar
         self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._ready: deque[tuple[EngineCoreRequest, Future[LLMatcher]]] = deque()
         self._num_pending = 0
@@ -112,7 +113,7 @@ class GrammarCompiler:
                 self._config, checkpoint, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
             )
         try:
-            compiled = LLMatcher(self._vocabulary, _source(grammar), log_level=0)
+            compiled = LLMatcher(self._vocabulary.library, _source(grammar), log_level=0)
         except (TypeError, ValueError) as error:
             raise _refused(grammar, str(error)) from error
         if compiled.is_error():
@@ -128,12 +129,18 @@ class GrammarCompiler:
 
     # ------------------------------------------------------------------------------------------------------------------
     def _matcher_of(self, request: EngineCoreRequest, compiled: Future[LLMatcher]) -> Matcher | AsyncLLMError:
+        sampling = request.sampling
         try:
+            grammar = compiled.result()
+            # What else excludes tokens might exclude those on the way to the end.
+            is_free = not (sampling.bad_words or sampling.allowed_token_ids or sampling.logit_bias)
             return Matcher(
-                compiled.result().deep_copy(),
+                grammar.deep_copy(),
                 vocab_size=self._vocab_size,
                 eos_token_ids=self._eos_token_ids,
-                ignore_eos=request.sampling.ignore_eos,
+                max_tokens=sampling.max_tokens,
+                ignore_eos=sampling.ignore_eos,
+                closing=self._vocabulary.closing if is_free and self._vocabulary is not None else (),
             )
         except AsyncLLMError as error:
             self._forget(request)

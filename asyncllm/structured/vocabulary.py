@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncllm.errors import UnsupportedModelError
 from asyncllm.frontend.tokenizer import DecodeStyle, load_tokenizer
+from asyncllm.structured.ending import closing_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,10 +17,17 @@ if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
     from asyncllm.frontend.tokenizer import Tokenizer
 
-__all__ = ["load_vocabulary"]
+__all__ = ["Vocabulary", "load_vocabulary"]
 
 SPECIAL = b"\xff"
 """Before the name of a token that no text spells: this byte begins no UTF-8."""
+
+
+class Vocabulary(NamedTuple):
+    """The vocabulary as the library has it, and the tokens by which an output is brought to its end."""
+
+    library: LLTokenizer
+    closing: list[list[int]]
 
 
 class _Tokens:
@@ -31,7 +39,8 @@ class _Tokens:
         self, tokenizer: Tokenizer, tokens: list[bytes], eos_token_id: int, special_token_ids: list[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._bytes_to_id: dict[bytes, int] = {}
+        self.bytes_to_id = {token: token_id for token_id, token in enumerate(tokens) if token}
+        self._longest = max(map(len, self.bytes_to_id), default=0)
         self.tokens = tokens
         self.eos_token_id = eos_token_id
         self.bos_token_id = None
@@ -49,12 +58,9 @@ class _Tokens:
         return self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        known = self._bytes_to_id
-        if not known:
-            known.update((token, token_id) for token_id, token in enumerate(self.tokens) if token)
-        longest, ids, begin = max(map(len, known)), list[int](), 0
+        known, ids, begin = self.bytes_to_id, list[int](), 0
         while begin < len(data):
-            ends = range(min(len(data), begin + longest), begin, -1)
+            ends = range(min(len(data), begin + self._longest), begin, -1)
             end = next((end for end in ends if data[begin:end] in known), None)
             if end is None:  # a byte that the vocabulary lacks: no token spells this text
                 break
@@ -65,7 +71,7 @@ class _Tokens:
 
 def load_vocabulary(
     config: EngineConfig, checkpoint: Checkpoint, *, vocab_size: int, eos_token_ids: Sequence[int]
-) -> LLTokenizer:
+) -> Vocabulary:
     """Return the vocabulary of the model; 0.3 s for 49,152 tokens.
 
     :raises UnsupportedModelError: what a token adds to a text depends on its neighbours; or nothing ends a text.
@@ -89,7 +95,8 @@ def load_vocabulary(
     wrapped = _Tokens(
         tokenizer, tokens, eos_token_ids[0], sorted(token_id for token_id in special if token_id < vocab_size)
     )
-    return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_token_ids))  # pyright: ignore[reportArgumentType]
+    library = LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=list(eos_token_ids))  # pyright: ignore[reportArgumentType]
+    return Vocabulary(library, closing_tokens(wrapped.bytes_to_id))
 
 
 def _spelled(data: bytes, is_special: bool) -> bytes:

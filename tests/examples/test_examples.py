@@ -44,6 +44,12 @@ def test_quickstart_answers(smollm2_gguf: Path) -> None:
     assert "Paris" in run_example("quickstart.py", smollm2_gguf)
 
 
+@pytest.mark.model
+def test_structured_output_is_an_object(smollm2_gguf: Path) -> None:
+    out = run_example("structured_output.py", smollm2_gguf)
+    assert re.search(r"\n[1-5] of 5 stars, (good|mixed|bad)\n\+\d\d \d{3} \d{4} (red|green|blue)\n", out), out
+
+
 def test_fan_out_reuses_the_shared_prefix(tiny_llama: Path) -> None:
     out = run_example("fan_out.py", tiny_llama)
     found = re.search(r"200 answers in .* s\n(\d+)% of the prompt tokens came from the cache", out)

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from asyncllm import LLM, AsyncLLM, AsyncLLMError, InvalidParameterError
+from asyncllm import LLM, AsyncLLMError, InvalidParameterError
 from asyncllm.testing import scripted_llm, scripted_options, write_tiny_checkpoint
 from tests.support.scripted import assert_settled
 
@@ -136,16 +136,3 @@ def test_the_callers_process_never_loads_the_library(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["{}", "False"]
-
-
-@pytest.mark.anyio
-async def test_a_parked_request_goes_on_where_it_was() -> None:
-    script = {"tokens": list(b"ab")}
-    async with scripted_llm(script=script, max_buffered_tokens=8) as llm:
-        stream = llm.stream("Long", regex="(ab){40}")
-        assert await stream.__anext__()
-        while not (await llm.stats()).num_parked:
-            pass
-        done = await stream.completion()
-        assert done.text == "ab" * 40
-        assert isinstance(llm, AsyncLLM)

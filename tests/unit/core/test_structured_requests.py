@@ -23,12 +23,13 @@ class Spelling:
         self.left = list(token_ids)
         self.ends = ends
         self.num_followed = 0
+        self.is_shortened = False
 
     @property
     def mask(self) -> bytes:
         return bytes([self.num_followed])
 
-    def follow(self, token_id: int) -> bool:
+    def follow(self, token_id: int, num_left: int) -> bool:
         if not self.left or self.left.pop(0) != token_id:
             raise RequestFailedError("it does not fit")
         self.num_followed += 1

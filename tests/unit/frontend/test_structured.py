@@ -153,33 +153,33 @@ def test_all_samples_carry_it(tmp_path: Path) -> None:
     ],
 )
 def test_the_text_becomes_an_object_of_the_type(schema: Any, expected: Any) -> None:
-    assert parse_output(params(schema=schema), TEXT, is_whole=True) == (expected, None)
+    assert parse_output(params(schema=schema), TEXT, is_cut=False) == (expected, None)
 
 
 def test_types_that_are_no_objects() -> None:
-    assert parse_output(params(schema=Literal["a", "b"]), '"a"', is_whole=True) == ("a", None)
-    assert parse_output(params(schema=list[int]), "[1, 2]", is_whole=True) == ([1, 2], None)
-    assert parse_output(params(json_object=True), "{}", is_whole=True) == ({}, None)
+    assert parse_output(params(schema=Literal["a", "b"]), '"a"', is_cut=False) == ("a", None)
+    assert parse_output(params(schema=list[int]), "[1, 2]", is_cut=False) == ([1, 2], None)
+    assert parse_output(params(json_object=True), "{}", is_cut=False) == ({}, None)
 
 
 @pytest.mark.parametrize(
-    ("fields", "text", "is_whole", "says"),
+    ("fields", "text", "is_cut", "says"),
     [
-        ({"schema": Model}, '{"name": "nobody", "age": 3}', True, "nobody is nobody"),
-        ({"schema": Struct}, '{"name": "Ann", "age": -3}', True, "ValidationError"),
-        ({"schema": Struct}, '{"name": "An', False, "cut off"),
-        ({"schema": Struct, "detokenize": False}, "", True, "detokenize"),
+        ({"schema": Model}, '{"name": "nobody", "age": 3}', False, "nobody is nobody"),
+        ({"schema": Struct}, '{"name": "Ann", "age": -3}', False, "ValidationError"),
+        ({"schema": Struct}, '{"name": "An', True, "cut off"),
+        ({"schema": Struct, "detokenize": False}, "", False, "detokenize"),
     ],
 )
-def test_why_there_is_no_object(fields: dict[str, Any], text: str, is_whole: bool, says: str) -> None:
-    parsed, error = parse_output(params(**fields), text, is_whole=is_whole)
+def test_why_there_is_no_object(fields: dict[str, Any], text: str, is_cut: bool, says: str) -> None:
+    parsed, error = parse_output(params(**fields), text, is_cut=is_cut)
     assert parsed is None
     assert error is not None
     assert says in error
 
 
 def test_other_outputs_are_not_parsed() -> None:
-    assert parse_output(params(regex="1"), "1", is_whole=True) == (None, None)
+    assert parse_output(params(regex="1"), "1", is_cut=False) == (None, None)
 
 
 # ----------------------------------------------------------------------------------------------------------- tool calls

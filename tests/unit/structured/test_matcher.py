@@ -17,6 +17,7 @@ from asyncllm.wire.messages import EngineCoreRequest, EngineSampling, RareSampli
 from tests.support.engines import scripted_config
 
 VOCAB = 260
+MANY = 10_000
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def compiler(tmp_path: Path) -> Iterator[GrammarCompiler]:
 def request(request_id: int = 1, *, ignore_eos: bool = False, **params: object) -> EngineCoreRequest:
     grammar = make_grammar(SamplingParams(**params))  # pyright: ignore[reportArgumentType]
     return EngineCoreRequest(
-        request_id, [1], EngineSampling(9, ignore_eos=ignore_eos, rare=RareSampling(grammar=grammar))
+        request_id, [1], EngineSampling(MANY, ignore_eos=ignore_eos, rare=RareSampling(grammar=grammar))
     )
 
 
@@ -58,16 +59,16 @@ def letters(text: str) -> set[int]:
 def follow(matcher: Matcher, text: str) -> bool:
     """Follow all of a text; return whether nothing may come after it, and never before."""
     *before, last = text.encode()
-    assert not any(matcher.follow(token) for token in before)
-    return matcher.follow(last)
+    assert not any(matcher.follow(token, MANY) for token in before)
+    return matcher.follow(last, MANY)
 
 
 def test_the_end_is_allowed_exactly_when_the_grammar_may_end(compiler: GrammarCompiler) -> None:
     matcher = matcher_of(compiler, regex="ab?")
     assert (allowed(matcher), matcher.may_end) == (letters("a"), False)
-    assert not matcher.follow(ord("a"))
+    assert not matcher.follow(ord("a"), MANY)
     assert (allowed(matcher), matcher.may_end) == ({*letters("b"), EOS, IM_END}, True)
-    assert matcher.follow(ord("b"))
+    assert matcher.follow(ord("b"), MANY)
 
 
 def test_nothing_may_follow_a_whole_document(compiler: GrammarCompiler) -> None:
@@ -90,15 +91,15 @@ def allowed_after(matcher: Matcher, text: str) -> set[int]:
 
 def test_ignore_eos_excludes_the_end_while_something_else_may_come(compiler: GrammarCompiler) -> None:
     matcher = matcher_of(compiler, regex="a{1,2}", ignore_eos=True)
-    assert not matcher.follow(ord("a"))
+    assert not matcher.follow(ord("a"), MANY)
     assert allowed(matcher) == letters("a")
-    assert matcher.follow(ord("a"))
+    assert matcher.follow(ord("a"), MANY)
 
 
 def test_a_token_that_does_not_fit_is_a_failure_of_the_request(compiler: GrammarCompiler) -> None:
     matcher = matcher_of(compiler, regex="a+")
     with pytest.raises(RequestFailedError, match="does not fit its grammar"):
-        matcher.follow(ord("b"))
+        matcher.follow(ord("b"), MANY)
 
 
 @pytest.mark.parametrize("text", ["yes", "a.b(c)*", "x y\n", "é“", "</s>"])
@@ -120,7 +121,7 @@ def test_grammars_of_both_notations(compiler: GrammarCompiler, grammar: str) -> 
 
 def test_matchers_of_one_grammar_go_their_own_ways(compiler: GrammarCompiler) -> None:
     one, other = matcher_of(compiler, regex="ab|cd"), matcher_of(compiler, regex="ab|cd")
-    assert not one.follow(ord("a"))
+    assert not one.follow(ord("a"), MANY)
     assert (allowed(one), allowed(other)) == (letters("b"), letters("ac"))
 
 

@@ -18,7 +18,7 @@ from tests.support.frontend import sentencepiece_json
 def test_special_tokens_spell_nothing(tmp_path: Path) -> None:
     config = scripted_config(tmp_path)
     checkpoint = open_checkpoint(config.model.model)
-    found = load_vocabulary(config, checkpoint, vocab_size=300, eos_token_ids=[EOS])
+    found = load_vocabulary(config, checkpoint, vocab_size=300, eos_token_ids=[EOS]).library
     matcher = LLMatcher(found, LLMatcher.grammar_from_regex(r"(.|\n)*"))
     mask = matcher.compute_bitmask()
     allowed = [token for token in range(300) if mask[token >> 3] >> (token & 7) & 1]
@@ -29,7 +29,7 @@ def test_a_text_that_a_grammar_forces_is_spelled_without_the_space_that_a_tokeni
     config = scripted_config(tmp_path)
     (Path(config.model.model) / "tokenizer.json").write_bytes(sentencepiece_json())
     checkpoint = open_checkpoint(config.model.model)
-    found = load_vocabulary(config, checkpoint, vocab_size=270, eos_token_ids=[2])
+    found = load_vocabulary(config, checkpoint, vocab_size=270, eos_token_ids=[2]).library
     matcher = LLMatcher(found, LLMatcher.grammar_from_regex("the"))
     ids = found.tokenize_str("the")
     assert matcher.consume_tokens(ids), matcher.get_error()
