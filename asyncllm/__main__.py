@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from asyncllm.checkpoint import Checkpoint
-    from asyncllm.outputs import Completion
+    from asyncllm.outputs import Completion, Usage
     from asyncllm.wire.messages import EngineInfo
 
 __all__ = ["main"]
@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top-p", type=float, metavar="P")
     sampling.add_argument("--top-k", type=int, metavar="K")
     sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same answer")
+    sampling.add_argument("--stats", action="store_true", help="after an answer, show what it cost: tokens and times")
 
     chat = commands.add_parser("chat", parents=[common, sampling], help="talk to the model in this terminal")
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
@@ -110,13 +111,13 @@ def _chat(options: argparse.Namespace) -> int:
                 _tell(f"error: {error}")
                 messages.pop()
                 continue
-            messages.append({"role": "assistant", "content": _write(engine, request_id).text})
+            messages.append({"role": "assistant", "content": _write(engine, request_id, options).text})
 
 
 def _generate(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _start(options) as engine:
-        completion = _write(engine, engine.add_request(prompt, **_sampling(options)))
+        completion = _write(engine, engine.add_request(prompt, **_sampling(options)), options)
     return INTERRUPTED if completion.finish_reason == "abort" else 0
 
 
@@ -147,14 +148,16 @@ def _info(options: argparse.Namespace) -> int:
                 "device": config.device.device,
                 "arithmetic": config.model.dtype,
                 "attention": config.device.attention_backend,
+                "CUDA graphs": "off" if config.device.enforce_eager else "on a GPU",
                 "kernels": describe_kernels() + (f", quantization {quantization}" if quantization else ""),
                 "context": config.model.max_model_len or checkpoint.max_position,
-                "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
+                "KV block": f"{config.cache.block_size or 'auto'} tokens, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
                 "steps overlap": _yes_no(config.scheduler.async_scheduling),
             },
         )
+        _tell("auto is decided when the engine starts: info --start tells what is taken, and why")
     return 0
 
 
@@ -174,13 +177,16 @@ def _yes_no(value: bool | str) -> str:
 
 
 def _show_engine(info: EngineInfo) -> None:
+    sizes = info.graph_sizes
     _table(
         "engine",
         {
-            "device": info.device,
+            "device": info.device + (f" ({info.device_reason})" if info.device_reason else ""),
             "arithmetic": info.dtype,
             "attention": info.attention_backend,
+            **{f"  not {name}": reason for name, reason in info.other_backends.items()},
             "kernels": info.kernels,
+            "CUDA graphs": f"of {len(sizes)} sizes, up to {max(sizes)} rows" if sizes else "none",
             "context": info.max_model_len,
             "KV blocks": f"{info.num_blocks} of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:.0f} MiB"
             + (f" of {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),
@@ -189,6 +195,8 @@ def _show_engine(info: EngineInfo) -> None:
             "steps overlap": _yes_no(info.async_scheduling),
         },
     )
+    if info.memory_plan:
+        _table("memory, MiB", {name: f"{num_bytes / 2**20:.0f}" for name, num_bytes in info.memory_plan.items()})
     _table("start-up, seconds", {name: f"{seconds:.2f}" for name, seconds in info.phase_to_seconds.items()})
 
 
@@ -235,8 +243,8 @@ def _progress_line() -> Generator[_ProgressLine]:
         line.clear()
 
 
-def _write(engine: LLMEngine, request_id: str) -> Completion:
-    """Write the answer as it comes and the speed after it; KeyboardInterrupt ends the answer."""
+def _write(engine: LLMEngine, request_id: str, options: argparse.Namespace) -> Completion:
+    """Write the answer as it comes and the speed after it, or all of its usage; KeyboardInterrupt ends the answer."""
     while engine.has_unfinished_requests():
         try:
             completion = _write_step(engine)
@@ -245,6 +253,8 @@ def _write(engine: LLMEngine, request_id: str) -> Completion:
             completion = None
         if completion is not None:
             _tell(_speed(completion))
+            if options.stats:
+                _table("usage", _usage(completion.usage), sys.stderr)
             return completion
     raise KeyboardInterrupt  # it came between the last step and the writing of it
 
@@ -274,6 +284,22 @@ def _speed(completion: Completion) -> str:
     return f"{text}, {completion.finish_reason}]"
 
 
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Return every field of ``usage`` in words; what is not known is left out."""
+    seconds = {
+        "queue": usage.queue_time_s,
+        "prefill": usage.prefill_time_s,
+        "first token": usage.time_to_first_token_s,
+        "total": usage.total_time_s,
+    }
+    return {
+        "prompt": f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached",
+        "generated": f"{usage.completion_tokens} tokens, {usage.accepted_draft_tokens} of them drafted",
+        "preemptions": usage.num_preemptions,
+        **{name: f"{value * 1e3:.1f} ms" for name, value in seconds.items() if value is not None},
+    }
+
+
 # ------------------------------------------------------------------------------------------------------------- plumbing
 def _sampling(options: argparse.Namespace) -> Any:
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
@@ -291,11 +317,12 @@ def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _table(title: str, rows: dict[str, Any]) -> None:
+def _table(title: str, rows: dict[str, Any], file: TextIO | None = None) -> None:
+    """Print ``rows`` below ``title``, to stdout or ``file``."""
     width = max(map(len, rows))
-    print(title)
+    print(title, file=file)
     for name, value in rows.items():
-        print(f"  {name:<{width}}  {value}")
+        print(f"  {name:<{width}}  {value}", file=file)
 
 
 def _tell(text: str) -> None:

@@ -1,7 +1,7 @@
 """Engine options: frozen dataclasses, one per concern, composed in :class:`EngineConfig`.
 
 The caller's process builds it (:meth:`EngineConfig.from_options`), it crosses to the engine process as plain data, and
-nobody changes it there: what the engine finds out (blocks, true context length) travels in
+nobody changes it there: what the engine finds out (blocks, their size, true context length) travels in
 :class:`asyncllm.wire.messages.EngineInfo`.
 """
 
@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 AUTO = "auto"
+DEFAULT_BLOCK_SIZE = 16
 WORDS = {"bool": "True or False", "float": "a number", "int": "an integer", "int | None": "an integer or None"}
 MAX_INTEGER = 2**63 - 1
 
@@ -43,7 +44,8 @@ class ModelConfig:
     chat_template: str | None = None
     """Jinja text of a chat template that replaces the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = AUTO
-    """Arithmetic and weight dtype. ``auto`` on a CPU: float32, equal to transformers in float32."""
+    """Arithmetic and weight dtype. ``auto`` on a CPU: float32, equal to transformers in float32. ``auto`` on a GPU: as
+    stored if that is bfloat16 or float16, else bfloat16; ``float32`` gives exactness there too, at half the speed."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize weights that are stored unquantized, in groups of 32, and multiply all quantized weights in integers."""
     max_model_len: int | None = None
@@ -60,18 +62,27 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = 16
-    """Tokens per KV block."""
+    block_size: int | None = None
+    """Tokens per KV block; ``None``: what the attention backend wants, 16 for all but flash-attn 2, which takes 256."""
     num_blocks: int | None = None
     """KV blocks to allocate; ``None``: measured at start-up from free memory."""
     kv_cache_bytes: int | None = None
-    """Memory for KV blocks in bytes; ``None``: a share of what is free (``memory_fraction``), bounded by need."""
+    """Memory for KV blocks in bytes; ``None``: a share of what is free (``memory_fraction``, on a GPU
+    ``gpu_memory_utilization``), bounded by need."""
     memory_fraction: float = 0.4
-    """Share of the free memory that KV blocks may take."""
+    """On a CPU: share of the free memory that KV blocks may take. Without effect on a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """On a GPU: share of its whole memory that this engine may take, weights and CUDA graphs included. Without effect
+    on a CPU."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal token prefixes."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = AUTO
     """How keys and values are stored. ``auto``: as ``dtype``; ``int8``: a scale for each token and head."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """The block size; 16 while it is open."""
+        return self.block_size or DEFAULT_BLOCK_SIZE
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -79,6 +90,8 @@ class CacheConfig:
         _at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
         if not 0.0 < self.memory_fraction <= 1.0:
             _refuse("memory_fraction", self.memory_fraction, "in (0, 1]")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
 
 
@@ -95,7 +108,7 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     """``priority``: lower ``priority`` first, then arrival; a more urgent request may preempt."""
     async_scheduling: bool | Literal["auto"] = AUTO
-    """Launch each step before the ids of the one before it are known. ``auto``: on a GPU; on a CPU it gains nothing."""
+    """Launch each step before the ids of the one before it are known. ``auto``: on a GPU, not on a CPU."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -129,9 +142,12 @@ class DeviceConfig:
     """Which device and which kernels."""
 
     device: str = AUTO
-    """``auto``, ``cpu`` or ``cuda``."""
+    """``auto`` (a GPU that can serve, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``."""
     attention_backend: str = AUTO
-    """``auto``, ``native`` (compiled), ``cpu`` (torch) or ``reference``; the last two run the whole model on torch."""
+    """``auto``; on a GPU ``triton``; on a CPU ``native`` (compiled), ``cpu`` (torch) or
+    ``reference``; the last two run the whole model on torch."""
+    enforce_eager: bool = False
+    """On a GPU: launch every operation of every step anew instead of replaying CUDA graphs; slower, saves memory."""
     num_threads: int | None = None
     """Threads of one CPU worker; ``None``: the cores this process may use."""
     share_cores: bool = False
@@ -199,6 +215,10 @@ class EngineConfig:
         for section, kind in sections.items():
             _check_types(kind, values[section])
         return cls(**{section: kind(**values[section]) for section, kind in sections.items()})
+
+    def with_block_size(self, block_size: int) -> EngineConfig:
+        """Return this configuration with the block size that the worker's attention backend has."""
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, block_size=block_size))
 
 
 def _section_class(section: str) -> type[Any]:

@@ -62,6 +62,7 @@ def read_suite(folder: Path, drafts: list[str]) -> Iterator[Case]:
         for file in sorted((folder / "tests" / draft).glob("*.json")):
             for case in json.loads(file.read_text(encoding="utf-8")):
                 if isinstance(case["schema"], dict):  # true and false are no schemas that one would ask for
+                    case["schema"].setdefault("$schema", VALIDATORS[draft].META_SCHEMA["$schema"])
                     documents = [(test["data"], test["valid"]) for test in case["tests"]]
                     yield Case(draft, f"{file.stem}: {case['description']}", case["schema"], documents)
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from asyncllm.kernels.base import Format, Kernels
+from asyncllm.kernels.fused import HeadNorms, Rotation, rotate_heads
 
 __all__ = [
     "NAME_TO_KV_FORMAT",
@@ -38,6 +39,7 @@ __all__ = [
     "KVCache",
     "StepField",
     "StepLimits",
+    "side_by_side",
     "why_not_in_torch",
 ]
 
@@ -158,6 +160,11 @@ class AttentionBackend(ABC):
         """Return why this backend cannot serve ``spec`` (head dim, dtype, block size …), ``None`` if it can."""
         return None
 
+    @classmethod
+    def default_block_size(cls, spec: AttentionSpec) -> int:
+        """Return the block size to take for ``spec`` where nobody asked for one."""
+        return spec.block_size
+
     @abstractmethod
     def bytes_per_block(self) -> int:
         """Return the memory of one block over all layers."""
@@ -192,6 +199,20 @@ class AttentionBackend(ABC):
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
 
+    def rotate_and_write(
+        self, heads: torch.Tensor, rotation: Rotation, cache: KVCache, plan: Any, norms: HeadNorms | None = None
+    ) -> torch.Tensor:
+        """Return the query heads [T, H, D] of ``heads`` normalised and rotated; store keys and values.
+
+        ``heads`` [T, H + 2 * KV, D] are query, key and value heads, contiguous in each token; keys are normalised and
+        rotated before they are stored. A backend that has it in one launch overrides this.
+        """
+        num_kv_heads = self.spec.num_kv_heads
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        rotated = rotate_heads(heads, num_kv_heads, rotation, norms)
+        self.write_kv(rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :], cache, plan)
+        return rotated[:, :num_heads]
+
     @abstractmethod
     def forward(
         self, query: torch.Tensor, cache: KVCache, plan: Any, *, scale: float, window: int | None = None
@@ -200,6 +221,13 @@ class AttentionBackend(ABC):
 
         ``window``: a token sees itself and ``window - 1`` tokens before it; ``None`` for all.
         """
+
+
+def side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``rows`` [T, KV, D] with each token's numbers next to each other; tokens may be apart."""
+    if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]:
+        return rows
+    return rows.contiguous()
 
 
 def why_not_in_torch(spec: AttentionSpec) -> str | None:

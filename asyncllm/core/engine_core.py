@@ -16,8 +16,9 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.core.request_clock import RequestClock
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.errors import UtilityError, describe_error
+from asyncllm.errors import UsageError, UtilityError, describe_error, shown
 from asyncllm.executor.base import Executor, ExecutorInfo, PendingStep, ReportProgress
 from asyncllm.wire.messages import (
     AbortRequests,
@@ -36,12 +37,15 @@ if TYPE_CHECKING:
 
     from asyncllm.config import EngineConfig
     from asyncllm.structured.compiler import GrammarCompiler
-    from asyncllm.wire.step import SchedulerOutput
+    from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 
 PROFILE_DIR = "asyncllm-profile"
 """Where trace files go by default, below the folder that the caller started the engine in."""
+
+SLEEP_LEVELS = (1, 2)
+"""1: the weights of a GPU go to the host, those of a CPU stay; 2: they are dropped and read from the disk again."""
 
 SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
 
@@ -53,12 +57,25 @@ UTILITIES = frozenset(
         "pause",
         "reset_prefix_cache",
         "resume",
+        "sleep",
         "start_profile",
         "stats",
         "stop_profile",
+        "wake_up",
     }
 )
 """The methods of :class:`EngineCore` that the front end may call by name."""
+
+
+class _FailedStep:
+    """A step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        """Raise why."""
+        raise self._error
 
 
 class EngineCore:
@@ -76,6 +93,7 @@ class EngineCore:
         self.executor = Executor.get_class(config)(config, report)
         try:
             found = self.executor.start()
+            config = config.with_block_size(found.block_size)
             self.scheduler = Scheduler(
                 config,
                 num_blocks=found.num_blocks,
@@ -88,7 +106,9 @@ class EngineCore:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.executor.shutdown()
             raise
+        self.clock = RequestClock()
         self._steps_out: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._settled: deque[EngineCoreOutputs] = deque()  # of steps that a utility had to end
         self._refused: list[FinishedRequest] = []
         self._drains: list[Future[None]] = []
         self._grammars: GrammarCompiler | None = None  # from the first request on that has one
@@ -104,6 +124,7 @@ class EngineCore:
         if isinstance(message, EngineCoreRequest):
             try:
                 self.scheduler.add_request(message)
+                self.clock.add(message.request_id)
                 if message.sampling.grammar is not None and message.request_id in self.scheduler.requests:
                     self._compile(message)
             except Exception as error:  # whatever it is, only this request is wrong
@@ -111,6 +132,7 @@ class EngineCore:
                 self._refused.append(row)
         elif isinstance(message, AbortRequests):
             self.scheduler.abort_requests(message.request_ids)
+            self.clock.drop(message.request_ids)
         elif isinstance(message, FinishRequests):
             self.scheduler.finish_requests(message.request_ids)
         else:
@@ -140,20 +162,18 @@ class EngineCore:
 
         :raises Exception: the executor failed; the engine cannot go on.
         """
+        if self._settled:
+            return self._settled.popleft()
         if self._grammars is not None and self._grammars.has_ready:
             for request_id, matcher in self._grammars.take():
                 self.scheduler.set_grammar(request_id, matcher)
         while len(self._steps_out) < self.max_steps_out and (scheduled := self.scheduler.schedule()) is not None:
-            self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
-        if self._steps_out:
-            scheduled, pending = self._steps_out[0]
-            result = pending.result()
-            self._steps_out.popleft()
-            if take_inputs is not None:
-                take_inputs()
-            outputs = self.scheduler.update_from_output(scheduled, result)
-        else:
-            outputs = self.scheduler.take_outputs()
+            if scheduled.new_requests:
+                self.clock.schedule(scheduled.new_requests)
+            self._steps_out.append((scheduled, self._launch(scheduled)))
+        outputs = self._end_oldest(take_inputs) if self._steps_out else self.scheduler.take_outputs()
+        if outputs is not None:
+            self.clock.stamp(outputs)
         if self._refused:
             outputs = outputs or EngineCoreOutputs(stats=self.scheduler.stats())
             outputs.finished += self._refused
@@ -164,10 +184,33 @@ class EngineCore:
                 self._answer_all(self._drains)
         return outputs
 
+    def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Launch a step; a failure is told in its turn, after what the steps that are out still produce."""
+        try:
+            return self.executor.execute_model(scheduled)
+        except Exception as error:
+            self.max_steps_out = 0  # nothing is launched after it
+            return _FailedStep(error)
+
+    def _end_oldest(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs:
+        scheduled, pending = self._steps_out[0]
+        result = pending.result()  # one that failed stays: it is the engine's end whoever asked first
+        self._steps_out.popleft()
+        if take_inputs is not None:
+            take_inputs()
+        return self.scheduler.update_from_output(scheduled, result)
+
+    def _settle(self) -> None:
+        """End the steps that are out; what they produced is the next that :meth:`step` returns."""
+        while self._steps_out:
+            outputs = self._end_oldest()
+            self.clock.stamp(outputs)
+            self._settled.append(outputs)
+
     def has_work(self) -> bool:
         """Return whether :meth:`step` has something to do now."""
         has_grammar = self._grammars is not None and self._grammars.has_ready
-        return bool(self._refused or self._steps_out or has_grammar) or self.scheduler.has_work()
+        return bool(self._refused or self._steps_out or self._settled or has_grammar) or self.scheduler.has_work()
 
     def shutdown(self) -> None:
         """End the executor, after the steps that are out. Idempotent."""
@@ -236,8 +279,36 @@ class EngineCore:
         """Run steps again."""
         self.scheduler.paused = False
 
+    def sleep(self, level: int = 1) -> None:
+        """Have the workers give their memory back and run no step until :meth:`wake_up`; requests are kept.
+
+        Those that run are preempted: they go on later and compute everything again. Idempotent; a deeper level may
+        follow.
+
+        :raises UsageError: there is no such level.
+        :raises InsufficientMemoryError: the host has no room for the weights of a GPU; nothing but the preemption and
+            the loss of cached prefixes has happened.
+        """
+        if isinstance(level, bool) or level not in SLEEP_LEVELS:
+            limit = " or ".join(map(str, SLEEP_LEVELS))
+            raise UsageError(f"level is {shown(level)!r}; sleep() takes level {limit}")
+        self._settle()
+        if not self.scheduler.asleep:
+            self.scheduler.reset_prefix_cache(reset_running=True)
+        self.executor.collective_rpc("sleep", [int(level)])
+        self.scheduler.fall_asleep()
+
+    def wake_up(self) -> None:
+        """Have the workers take their memory again, and go on. Idempotent.
+
+        :raises Exception: a worker could not; the engine sleeps on, and this may be tried again.
+        """
+        if self.scheduler.asleep:
+            self.executor.collective_rpc("wake_up")
+            self.scheduler.asleep = False
+
     def drain(self) -> Future[None]:
-        """Answer once no request is left, paused or parked ones included, and no step is out."""
+        """Answer once no request is left and no step is out; paused, parked and sleeping requests count as well."""
         return self._answer_when(not self._steps_out and not self.scheduler.has_unfinished(), self._drains)
 
     def check_health(self) -> None:
@@ -267,7 +338,7 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling:
         max_model_len=found.max_model_len,
         vocab_size=found.vocab_size,
         eos_token_ids=list(found.eos_token_ids),
-        block_size=config.cache.block_size,
+        block_size=found.block_size,
         num_blocks=found.num_blocks,
         kv_cache_bytes=found.kv_cache_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -280,4 +351,8 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling:
         kernels=found.kernels,
         kv_cache_dtype=found.kv_cache_dtype,
         async_scheduling=async_scheduling,
+        device_reason=found.device_reason,
+        other_backends=dict(found.other_backends),
+        graph_sizes=list(found.graph_sizes),
+        memory_plan=dict(found.memory_plan),
     )

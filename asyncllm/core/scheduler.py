@@ -34,7 +34,7 @@ from asyncllm.core.kv_cache_manager import KVCacheManager
 from asyncllm.core.logprobs import forward_logprobs
 from asyncllm.core.request import NEVER, Request, RequestStatus, why_refused
 from asyncllm.core.request_queue import RequestQueue
-from asyncllm.errors import AsyncLLMError, DuplicateRequestError, ErrorInfo, RequestFailedError
+from asyncllm.errors import AsyncLLMError, DuplicateRequestError, ErrorInfo, RequestFailedError, UsageError
 from asyncllm.wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -74,6 +74,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.kv = KVCacheManager(config.cache, num_blocks, hash_function)
         self.paused = False  # while set, ``schedule`` returns None
+        self.asleep = False  # the same, while the workers have no KV blocks
         self.requests: dict[int, Request] = {}  # all that are live, by id
         self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order of urgency
@@ -92,6 +93,7 @@ class Scheduler:
         self._step_to_rows: dict[int, list[Request]] = {}  # steps that are out: who stands behind each row
         self._finished: list[FinishedRequest] = []  # not yet reported
         self._prefix_hits: dict[int, int] = {}  # cached tokens by request id; not yet reported
+        self._preempted: dict[int, int] = {}  # number of preemptions by request id; not yet reported
         self._counters = SchedulerStats()
 
     # ----------------------------------------------------------------------------------------- what the front end sends
@@ -175,7 +177,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- the step
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or ``None`` if nothing can be computed now; see the module for the order."""
-        if self.paused or not (self.running or self.waiting):
+        if self.paused or self.asleep or not (self.running or self.waiting):
             return None
         step = SchedulerOutput(self._step_id, [], [], 0)
         rows: list[Request] = []
@@ -322,6 +324,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self._counters.num_preemptions += 1
+        self._preempted[request.request_id] = request.num_preemptions
         if not request.parked:
             self.waiting.add(request)
 
@@ -363,6 +366,8 @@ class Scheduler:
         result.finished, self._finished = self._finished, []
         if self._prefix_hits and result.token_ids:  # a message without tokens may go unsent
             result.num_cached_tokens, self._prefix_hits = self._prefix_hits, {}
+        if self._preempted and result.token_ids:
+            result.num_preemptions, self._preempted = self._preempted, {}
         result.stats = self.stats()
         return result
 
@@ -475,7 +480,8 @@ class Scheduler:
 
         Steps that are out are not counted: who launched them knows of them.
         """
-        return bool(self._finished) or (not self.paused and bool(self.running or self.waiting))
+        is_held = self.paused or self.asleep
+        return bool(self._finished) or (not is_held and bool(self.running or self.waiting))
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters since start, as a copy."""
@@ -486,6 +492,7 @@ class Scheduler:
             num_waiting=len(self.requests) - num_running,
             num_free_blocks=self.kv.pool.num_free_blocks + self.kv.num_leaving_blocks(),
             num_parked=len(self.parked),
+            is_sleeping=self.asleep,
         )
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -499,6 +506,16 @@ class Scheduler:
             return False
         self.kv.reset_prefix_cache()
         return True
+
+    def fall_asleep(self) -> None:
+        """Schedule nothing until :attr:`asleep` is unset: the workers have forgotten all slots and blocks.
+
+        :raises UsageError: a request still holds some; preempt first (:meth:`reset_prefix_cache`).
+        """
+        if not self.reset_prefix_cache():
+            raise UsageError("requests hold slots and blocks of a scheduler that is to fall asleep")
+        self._freed_slots.clear()
+        self.asleep = True
 
     def check_integrity(self) -> None:
         """Verify that requests, slots and blocks agree; O(everything), for tests.

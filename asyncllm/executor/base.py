@@ -37,6 +37,8 @@ class ExecutorInfo:
     vocab_size: int
     """Ids that can be sampled (padding rows of the head excluded)."""
     eos_token_ids: tuple[int, ...]
+    block_size: int
+    """Tokens per KV block: the option, or what the attention backend wants."""
     num_blocks: int
     """Usable KV blocks, with ids 1 … num_blocks; block 0 is the null block that padding rows point at."""
     kv_cache_bytes: int
@@ -47,6 +49,14 @@ class ExecutorInfo:
     """Which operators the model runs on, with instruction set and threads."""
     kv_cache_dtype: str = ""
     """How keys and values are stored."""
+    device_reason: str = ""
+    """Why this device was taken, or which one it is."""
+    other_backends: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The attention backends that were not taken, and why."""
+    graph_sizes: Sequence[int] = ()
+    """Numbers of rows whose decode steps are replayed as CUDA graphs."""
+    memory_plan: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What the memory holds, in bytes, by words for a reader."""
     phase_to_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 

@@ -66,6 +66,7 @@ class UniProcExecutor(Executor):
             max_model_len=plan.max_model_len,
             vocab_size=worker.vocab_size,
             eos_token_ids=worker.eos_token_ids,
+            block_size=worker.block_size,
             num_blocks=plan.num_blocks,
             kv_cache_bytes=(plan.num_blocks + 1) * worker.bytes_per_block,
             device=str(worker.device),
@@ -73,6 +74,10 @@ class UniProcExecutor(Executor):
             attention_backend=worker.attention_backend,
             kernels=worker.kernels,
             kv_cache_dtype=worker.kv_cache_dtype,
+            device_reason=worker.platform.reason,
+            other_backends=worker.other_backends,
+            graph_sizes=worker.graph_sizes,
+            memory_plan=worker.memory_plan,
             phase_to_seconds=phase_to_seconds,
         )
 

@@ -92,7 +92,7 @@ class InputProcessor:
             vocab_size=checkpoint.vocab_size,
             eos_token_ids=frozenset(checkpoint.eos_token_ids),
             num_kv_tokens=None,
-            block_size=config.cache.block_size,
+            block_size=config.cache.tokens_per_block,
         )
         self._chat_template = ChatTemplate.from_checkpoint(checkpoint, config.model.chat_template)
         self._engine_ids = itertools.count(1)

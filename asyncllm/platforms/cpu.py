@@ -33,7 +33,7 @@ class CpuPlatform(Platform):
     attention_backends: ClassVar[tuple[str, ...]] = ("native", "cpu", "reference")
     is_asynchronous: ClassVar[bool] = False
 
-    def default_dtype(self) -> str:
+    def default_dtype(self, stored_as: str | None) -> str:
         """Return float32: equal to transformers in float32, and the fastest of torch's dtypes on most CPUs."""
         return "float32"
 

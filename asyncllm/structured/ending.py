@@ -19,12 +19,17 @@ __all__ = ["closing_tokens", "find_ending"]
 # A quote first: inside a string a bracket closes nothing. Of digits the largest, since a 0 may be followed for ever by
 # others where a number has to be above 0.
 DIGITS = string.digits[::-1]
-ORDERS = ('"}]' + DIGITS + string.ascii_letters, '"}]' + string.ascii_letters + DIGITS)
+CLOSERS = '"}]'
+ORDERS = (
+    CLOSERS + DIGITS + string.ascii_letters,
+    CLOSERS + string.ascii_letters + DIGITS,
+    '"@}]:/.-' + string.ascii_letters + DIGITS,  # an e-mail address may go on for ever without its sign
+)
 OPENING = "[{\\"
 
 
 def closing_tokens(bytes_to_id: Mapping[bytes, int]) -> list[list[int]]:
-    """Return the tokens of one character, those first that bring an output nearest to its end; two orders to try."""
+    """Return the tokens of one character, those first that bring an output nearest to its end; orders to try."""
     rest = "".join(character for character in string.printable if character not in ORDERS[0] + OPENING)
     return [[bytes_to_id[c.encode()] for c in order + rest + OPENING if c.encode() in bytes_to_id] for order in ORDERS]
 

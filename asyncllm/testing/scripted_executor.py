@@ -97,7 +97,8 @@ class ScriptedExecutor(Executor):
 
     Through ``llm.collective_rpc``: ``history`` (one dict per step, the last 2,000), ``clear_history``, ``set_script``
     (new options from now on: ``await llm.collective_rpc("set_script", {"step_ms": 50})``), ``rows`` (requests that hold
-    a slot), ``echo`` (its arguments), ``fail`` (raises RuntimeError with its argument), ``sleep_ms``.
+    a slot), ``echo`` (its arguments), ``fail`` (raises RuntimeError with its argument), ``sleep_ms``. ``sleep`` and
+    ``wake_up`` play a worker that forgets its KV blocks; use ``llm.sleep()`` and ``llm.wake_up()``.
     """
 
     def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
@@ -105,6 +106,7 @@ class ScriptedExecutor(Executor):
         self._rows: dict[int, _Row] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_LENGTH)
         self._num_steps = 0
+        self._sleep_level = 0
         self._busy_until = 0.0  # steps run one after the other
         self._eos = EOS
         self._vocab_size = 0
@@ -130,9 +132,10 @@ class ScriptedExecutor(Executor):
         num_blocks = self.config.cache.num_blocks or DEFAULT_NUM_BLOCKS
         max_model_len = self.config.model.max_model_len or checkpoint.max_position
         return ExecutorInfo(
-            max_model_len=min(max_model_len, num_blocks * self.config.cache.block_size),
+            max_model_len=min(max_model_len, num_blocks * self.config.cache.tokens_per_block),
             vocab_size=self._vocab_size,
             eos_token_ids=eos_token_ids,
+            block_size=self.config.cache.tokens_per_block,
             num_blocks=num_blocks,
             kv_cache_bytes=0,
             device="scripted",
@@ -225,9 +228,20 @@ class ScriptedExecutor(Executor):
         """Return no trace files."""
         return []
 
+    def sleep(self, level: int = 1) -> None:
+        """Forget all rows, as a worker forgets its KV blocks; no step may come until :meth:`wake_up`."""
+        self._rows.clear()
+        self._sleep_level = max(self._sleep_level, level)
+
+    def wake_up(self) -> None:
+        """Take steps again."""
+        self._sleep_level = 0
+
     # ----------------------------------------------------------------------------------------------- the worker's part
     def _apply_difference(self, step: SchedulerOutput) -> None:
         rows = self._rows
+        if self._sleep_level:
+            raise ScriptError(f"step {step.step_id} comes while the workers sleep")
         for slot in step.freed_slots:
             if rows.pop(slot, None) is None:
                 raise ScriptError(f"step {step.step_id} frees slot {slot}, which is empty")
@@ -245,7 +259,7 @@ class ScriptedExecutor(Executor):
 
     def _draw(self, step: SchedulerOutput) -> ModelRunnerOutput:
         output = ModelRunnerOutput(step.step_id, [])
-        block_size = self.config.cache.block_size
+        block_size = self.config.cache.tokens_per_block
         for slot, num_scheduled in zip(step.slots, step.num_scheduled_tokens, strict=True):
             row = self._rows.get(slot)
             if row is None:
@@ -322,7 +336,19 @@ class ScriptedExecutor(Executor):
 
 
 _RPC_METHODS = frozenset(
-    {"history", "clear_history", "rows", "set_script", "echo", "fail", "sleep_ms", "start_profile", "stop_profile"}
+    {
+        "history",
+        "clear_history",
+        "rows",
+        "set_script",
+        "echo",
+        "fail",
+        "sleep_ms",
+        "start_profile",
+        "stop_profile",
+        "sleep",
+        "wake_up",
+    }
 )
 
 

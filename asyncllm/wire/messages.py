@@ -178,6 +178,10 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     kernels: str = ""  # which operators the model runs on, with instruction set and threads
     kv_cache_dtype: str = ""  # how keys and values are stored
     async_scheduling: bool = False  # whether each step is launched before the ids of the one before it are known
+    device_reason: str = ""  # why this device, or which one it is
+    other_backends: dict[str, str] = {}  # attention backends that were not taken, and why
+    graph_sizes: list[int] = []  # numbers of rows whose decode steps are CUDA graphs
+    memory_plan: dict[str, int] = {}  # what the memory holds, in bytes, in words that a reader understands
 
 
 class StartupProgress(msgspec.Struct, array_like=True, tag=1):
@@ -215,6 +219,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_parked: int = 0
     resume_queries: int = 0  # the same two for requests that come back after a preemption
     resume_hits: int = 0
+    is_sleeping: bool = False  # after sleep(), until wake_up()
     num_dropped_tokens: int = 0  # drawn for requests that had ended or were preempted while their step was out
 
 
@@ -242,6 +247,13 @@ class FinishedRequest(msgspec.Struct, array_like=True, gc=False):
     error: ErrorInfo | None = None
 
 
+class RequestTimes(msgspec.Struct, array_like=True, gc=False):
+    """Durations of one request by the engine's clock, in seconds; see :class:`asyncllm.Usage`."""
+
+    queue_s: float  # from its arrival at the engine until the first step that took it in was made
+    prefill_s: float | None = None  # from there until its first token was there; None: it ended without one
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=4, gc=False):
     """All that one step produced. ``request_ids[i]`` got the new token ``token_ids[i]``, in order.
 
@@ -256,6 +268,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=4, gc=False):
     prompt_logprobs: dict[int, LogprobRows] = {}
     stats: SchedulerStats | None = None
     num_cached_tokens: dict[int, int] = {}  # of requests admitted lately, where not 0; with their first token or before
+    timings: dict[int, RequestTimes] = {}  # of requests whose first token (or end without one) is in this message
+    num_preemptions: dict[int, int] = {}  # of requests preempted since the last message with tokens: how often ever
 
 
 class UtilityResult(msgspec.Struct, array_like=True, tag=5):

@@ -10,6 +10,7 @@ import torch
 
 from asyncllm.kernels.base import Kernels
 from asyncllm.sampling.columns import SamplingColumns
+from asyncllm.sampling.device_draw import DeviceDraw
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
 from asyncllm.sampling.token_mask import TokenMasks
@@ -32,6 +33,7 @@ def sample(
     eos_token_ids: tuple[int, ...] = (2,),
     kernels: Kernels | None = None,
     masks: dict[int, bytes] | None = None,
+    device_draw: DeviceDraw | None = None,
 ) -> SamplerOutput:
     """Sample one token per row; ``histories`` are (prompt, output) ids, ``positions`` stand for outputs of that length.
 
@@ -53,4 +55,4 @@ def sample(
     history = TokenHistory(torch.from_numpy(tokens), slots, prompt_lens, prompt_lens + output_lens)
     with torch.inference_mode():
         row_masks = None if masks is None else TokenMasks(masks, torch.from_numpy)
-        return Sampler(kernels).sample(logits.clone(), columns.select(slots), history, row_masks)
+        return Sampler(kernels, device_draw).sample(logits.clone(), columns.select(slots), history, row_masks)

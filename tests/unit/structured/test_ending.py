@@ -31,6 +31,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "numbers": {"type": "array", "items": {"type": "number", "exclusiveMinimum": 1, "maximum": 9}},
     "nested": {"type": "array", "items": {"type": "array", "items": {"type": "array"}}},
     "person": PERSON,
+    "address": {"type": "string", "format": "email"},
     "people": {"type": "array", "items": {"type": "object", "properties": {"a": {"const": 1}, "b": {}}}, "minItems": 3},
 }
 
