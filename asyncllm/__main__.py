@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from asyncllm.checkpoint import Checkpoint
     from asyncllm.config import CacheConfig
-    from asyncllm.outputs import Completion
+    from asyncllm.outputs import Completion, Usage
     from asyncllm.wire.messages import EngineInfo
 
 __all__ = ["main"]
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top-p", type=float, metavar="P")
     sampling.add_argument("--top-k", type=int, metavar="K")
     sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same answer")
+    sampling.add_argument("--stats", action="store_true", help="after an answer, show what it cost: tokens and times")
 
     chat = commands.add_parser("chat", parents=[common, sampling], help="talk to the model in this terminal")
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
@@ -111,13 +112,13 @@ def _chat(options: argparse.Namespace) -> int:
                 _tell(f"error: {error}")
                 messages.pop()
                 continue
-            messages.append({"role": "assistant", "content": _write(engine, request_id).text})
+            messages.append({"role": "assistant", "content": _write(engine, request_id, options).text})
 
 
 def _generate(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _start(options) as engine:
-        completion = _write(engine, engine.add_request(prompt, **_sampling(options)))
+        completion = _write(engine, engine.add_request(prompt, **_sampling(options)), options)
     return INTERRUPTED if completion.finish_reason == "abort" else 0
 
 
@@ -247,8 +248,8 @@ def _progress_line() -> Generator[_ProgressLine]:
         line.clear()
 
 
-def _write(engine: LLMEngine, request_id: str) -> Completion:
-    """Write the answer as it comes and the speed after it; KeyboardInterrupt ends the answer."""
+def _write(engine: LLMEngine, request_id: str, options: argparse.Namespace) -> Completion:
+    """Write the answer as it comes and the speed after it, or all of its usage; KeyboardInterrupt ends the answer."""
     while engine.has_unfinished_requests():
         try:
             completion = _write_step(engine)
@@ -257,6 +258,8 @@ def _write(engine: LLMEngine, request_id: str) -> Completion:
             completion = None
         if completion is not None:
             _tell(_speed(completion))
+            if options.stats:
+                _table("usage", _usage(completion.usage), sys.stderr)
             return completion
     raise KeyboardInterrupt  # it came between the last step and the writing of it
 
@@ -286,6 +289,22 @@ def _speed(completion: Completion) -> str:
     return f"{text}, {completion.finish_reason}]"
 
 
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Return every field of ``usage`` in words; what is not known is left out."""
+    seconds = {
+        "queue": usage.queue_time_s,
+        "prefill": usage.prefill_time_s,
+        "first token": usage.time_to_first_token_s,
+        "total": usage.total_time_s,
+    }
+    return {
+        "prompt": f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached",
+        "generated": f"{usage.completion_tokens} tokens, {usage.accepted_draft_tokens} of them drafted",
+        "preemptions": usage.num_preemptions,
+        **{name: f"{value * 1e3:.1f} ms" for name, value in seconds.items() if value is not None},
+    }
+
+
 # ------------------------------------------------------------------------------------------------------------- plumbing
 def _sampling(options: argparse.Namespace) -> Any:
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
@@ -303,11 +322,12 @@ def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _table(title: str, rows: dict[str, Any]) -> None:
+def _table(title: str, rows: dict[str, Any], file: TextIO | None = None) -> None:
+    """Print ``rows`` below ``title``, to stdout or ``file``."""
     width = max(map(len, rows))
-    print(title)
+    print(title, file=file)
     for name, value in rows.items():
-        print(f"  {name:<{width}}  {value}")
+        print(f"  {name:<{width}}  {value}", file=file)
 
 
 def _tell(text: str) -> None:

@@ -64,6 +64,7 @@ class FlashAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
+        self._fused = fused_kernels(spec.device)
         chosen, reason = choose_package(spec)
         assert chosen is not None, reason
         logger.info("attention by %s, KV blocks of %d tokens", chosen.name, spec.block_size)

@@ -16,6 +16,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.core.request_clock import RequestClock
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import UsageError, UtilityError, describe_error, shown
 from asyncllm.executor.base import Executor, ExecutorInfo, PendingStep, ReportProgress
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from asyncllm.config import EngineConfig
-    from asyncllm.wire.step import SchedulerOutput
+    from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 
@@ -65,6 +66,17 @@ UTILITIES = frozenset(
 """The methods of :class:`EngineCore` that the front end may call by name."""
 
 
+class _FailedStep:
+    """A step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        """Raise why."""
+        raise self._error
+
+
 class EngineCore:
     """A started engine.
 
@@ -90,6 +102,7 @@ class EngineCore:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.executor.shutdown()
             raise
+        self.clock = RequestClock()
         self._steps_out: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._settled: deque[EngineCoreOutputs] = deque()  # of steps that a utility had to end
         self._refused: list[FinishedRequest] = []
@@ -105,11 +118,13 @@ class EngineCore:
         if isinstance(message, EngineCoreRequest):
             try:
                 self.scheduler.add_request(message)
+                self.clock.add(message.request_id)
             except Exception as error:  # whatever it is, only this request is wrong
                 row = FinishedRequest(message.request_id, EngineFinishReason.ERROR, error=describe_error(error))
                 self._refused.append(row)
         elif isinstance(message, AbortRequests):
             self.scheduler.abort_requests(message.request_ids)
+            self.clock.drop(message.request_ids)
         elif isinstance(message, FinishRequests):
             self.scheduler.finish_requests(message.request_ids)
         else:
@@ -127,8 +142,12 @@ class EngineCore:
         if self._settled:
             return self._settled.popleft()
         while len(self._steps_out) < self.max_steps_out and (scheduled := self.scheduler.schedule()) is not None:
-            self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
+            if scheduled.new_requests:
+                self.clock.schedule(scheduled.new_requests)
+            self._steps_out.append((scheduled, self._launch(scheduled)))
         outputs = self._end_oldest(take_inputs) if self._steps_out else self.scheduler.take_outputs()
+        if outputs is not None:
+            self.clock.stamp(outputs)
         if self._refused:
             outputs = outputs or EngineCoreOutputs(stats=self.scheduler.stats())
             outputs.finished += self._refused
@@ -138,6 +157,14 @@ class EngineCore:
             if not self.scheduler.has_unfinished():
                 self._answer_all(self._drains)
         return outputs
+
+    def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Launch a step; a failure is told in its turn, after what the steps that are out still produce."""
+        try:
+            return self.executor.execute_model(scheduled)
+        except Exception as error:
+            self.max_steps_out = 0  # nothing is launched after it
+            return _FailedStep(error)
 
     def _end_oldest(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs:
         scheduled, pending = self._steps_out[0]
@@ -150,7 +177,9 @@ class EngineCore:
     def _settle(self) -> None:
         """End the steps that are out; what they produced is the next that :meth:`step` returns."""
         while self._steps_out:
-            self._settled.append(self._end_oldest())
+            outputs = self._end_oldest()
+            self.clock.stamp(outputs)
+            self._settled.append(outputs)
 
     def has_work(self) -> bool:
         """Return whether :meth:`step` has something to do now."""
