@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from asyncllm.checkpoint import Checkpoint
+    from asyncllm.config import CacheConfig
     from asyncllm.outputs import Completion, Usage
     from asyncllm.wire.messages import EngineInfo
 
@@ -151,7 +152,7 @@ def _info(options: argparse.Namespace) -> int:
                 "CUDA graphs": "off" if config.device.enforce_eager else "on a GPU",
                 "kernels": describe_kernels() + (f", quantization {quantization}" if quantization else ""),
                 "context": config.model.max_model_len or checkpoint.max_position,
-                "KV block": f"{config.cache.block_size or 'auto'} tokens, {config.cache.kv_cache_dtype}",
+                "KV block": f"{_tokens_per_block(config.cache)}, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
                 "steps overlap": _yes_no(config.scheduler.async_scheduling),
@@ -159,6 +160,10 @@ def _info(options: argparse.Namespace) -> int:
         )
         _tell("auto is decided when the engine starts: info --start tells what is taken, and why")
     return 0
+
+
+def _tokens_per_block(cache: CacheConfig) -> str:
+    return "as the attention backend wants" if cache.block_size is None else f"{cache.block_size} tokens"
 
 
 def _weights(checkpoint: Checkpoint) -> str:

@@ -44,7 +44,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "executor": (BASE | {"platforms"}, {"msgspec"}),
     "platforms": (BASE, {"msgspec", "torch", "psutil"}),
     "kernels": (BASE, {"torch", "numpy", "triton"}),
-    "attention": (BASE | {"kernels"}, {"torch", "numpy"}),
+    "attention": (BASE | {"kernels", "platforms"}, {"torch", "numpy", "flash_attn", "flash_attn_interface"}),
     "layers": (BASE | {"attention", "kernels"}, {"torch", "numpy"}),
     "loader": (BASE | {"checkpoint", "kernels"}, {"torch", "numpy", "safetensors"}),
     "models": (
