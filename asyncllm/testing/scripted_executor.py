@@ -272,11 +272,13 @@ class ScriptedExecutor(Executor):
                 raise ScriptError(f"request {row.request_id}: {row.computed} tokens in {len(row.blocks)} blocks")
             if row.sampling.prompt_logprobs >= 0 and start < row.num_prompt - 1:
                 output.prompt_logprobs[slot] = self._prompt_rows(row, start)
-            drawn = self._next_token(slot, row, output, step.masks.get(slot)) if row.computed == row.known else -1
-            output.token_ids.append(drawn)
+            output.token_ids.append(self._next_token(slot, row, output) if row.computed == row.known else -1)
+        for place, slot in enumerate(step.slots) if step.masks else ():
+            if slot in step.masks and output.token_ids[place] >= 0:
+                output.token_ids[place] = _allowed(output.token_ids[place], step.masks[slot])
         return output
 
-    def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput, mask: bytes | None) -> int:
+    def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput) -> int:
         position = row.known - row.num_prompt
         row.known += 1
         if position == self._fail_position and self._fail_key in _as_key(row.prompt):
@@ -287,8 +289,6 @@ class ScriptedExecutor(Executor):
             token = reply[position]
         else:
             token = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
-        if mask is not None:
-            token = _allowed(token, mask)
         if row.sampling.logprobs >= 0:
             output.logprobs[slot] = self._candidates([token], row.sampling.logprobs, row.sampling.logprob_token_ids)
         return token
