@@ -32,11 +32,12 @@ ENDED = "the output ended before the call was complete"
 class CallWriter:
     """The calls of one sample as spans. Text is added piece by piece; a span ends where something is to be told."""
 
-    __slots__ = ("_arguments", "_id", "_is_argument", "_late", "_pending", "_run", "_run_channel", "_spans", "_tells",
-                 "_text", "name", "num_calls")  # fmt: skip
+    __slots__ = ("_arguments", "_id", "_is_argument", "_late", "_num_taken", "_pending", "_run", "_run_channel",
+                 "_spans", "_tells", "_text", "name", "num_calls")  # fmt: skip
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self._num_taken = 0  # calls that ended before the last take()
         self.name: str | None = None
         self._id = ""
         self._text: list[str] = []  # of the call that is open
@@ -53,6 +54,7 @@ class CallWriter:
         """Return the spans since the last time."""
         self._flush()
         spans, self._spans = self._spans, []
+        self._num_taken = self.num_calls
         return spans
 
     def take_rest(self) -> list[Span]:
@@ -66,6 +68,7 @@ class CallWriter:
     def drop(self) -> None:
         """Forget the spans since the last time: they were no call."""
         self._run, self._spans, self._tells, self._late = [], [], None, None
+        self.num_calls = self._num_taken
 
     def _tell(self, delta: ToolCallDelta) -> None:
         """Have the span that is being written tell ``delta`` and end there; the next one, where none is."""

@@ -190,6 +190,11 @@ def test_llama_a_call_before_text_that_is_none_is_kept() -> None:
     assert found.content == '{"x": 1}'
 
 
+def test_llama_json_that_was_no_call_does_not_count() -> None:
+    found = llama('{} or <|python_tag|>{"name": "f", "parameters": {}}')
+    assert found.arguments == [("f", {})]
+
+
 def test_llama_output_that_ends_in_a_call() -> None:
     assert llama('{"name": "f", "parameters": {"a"', "f").errors == ["the output ended before the call was complete"]
 
