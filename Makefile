@@ -49,7 +49,8 @@ sanitize: test-setup
 	echo "Compiling the $$isa kernels with sanitizers ..."; rm -rf $(SANITIZED); \
 	CXX=c++ $(bin)/python -m asyncllm.kernels.build --sanitize --isa $$isa --output $(SANITIZED) >/dev/null && \
 	LD_PRELOAD=$(ASAN) ASAN_OPTIONS=detect_leaks=0 ASYNCLLM_TEST_KERNELS=$(SANITIZED) \
-	$(bin)/python -m pytest -q tests/unit/kernels --ignore tests/unit/kernels/test_build.py $(ARGS)
+	$(bin)/python -m pytest -q tests/unit/kernels --ignore tests/unit/kernels/test_build.py \
+	--ignore tests/unit/kernels/triton $(ARGS)
 
 lint: $(VENV)/.tested-with
 	$(bin)/ruff check .
@@ -77,7 +78,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.tested-with: $(VENV)/.installed
-	$(pip) install --quiet "$(TORCH)" --editable ".[test,benchmarks]"
+	$(pip) install --quiet "$(TORCH)" --editable ".[test,benchmarks,gpu-test]"
 	@touch $@
 
 # The compiled CPU kernels; without a C++ compiler the model runs on torch, several times slower.

@@ -178,13 +178,16 @@ def _info(options: argparse.Namespace) -> int:
                 "device": config.device.device,
                 "arithmetic": config.model.dtype,
                 "attention": config.device.attention_backend,
+                "CUDA graphs": "off" if config.device.enforce_eager else "on a GPU",
                 "kernels": describe_kernels() + (f", quantization {quantization}" if quantization else ""),
                 "context": config.model.max_model_len or checkpoint.max_position,
                 "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
+                "steps overlap": _yes_no(config.scheduler.async_scheduling),
             },
         )
+        _tell("auto is decided when the engine starts: info --start tells what is taken, and why")
     return 0
 
 
@@ -199,21 +202,31 @@ def _weights(checkpoint: Checkpoint) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
+def _yes_no(value: bool | str) -> str:
+    return value if isinstance(value, str) else "yes" if value else "no"
+
+
 def _show_engine(info: EngineInfo) -> None:
+    sizes = info.graph_sizes
     _table(
         "engine",
         {
-            "device": info.device,
+            "device": info.device + (f" ({info.device_reason})" if info.device_reason else ""),
             "arithmetic": info.dtype,
             "attention": info.attention_backend,
+            **{f"  not {name}": reason for name, reason in info.other_backends.items()},
             "kernels": info.kernels,
+            "CUDA graphs": f"of {len(sizes)} sizes, up to {max(sizes)} rows" if sizes else "none",
             "context": info.max_model_len,
             "KV blocks": f"{info.num_blocks} of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:.0f} MiB"
             + (f" of {info.kv_cache_dtype}" if info.kv_cache_dtype else ""),
             "running at once": info.max_num_seqs,
             "tokens per step": info.max_num_batched_tokens,
+            "steps overlap": _yes_no(info.async_scheduling),
         },
     )
+    if info.memory_plan:
+        _table("memory, MiB", {name: f"{num_bytes / 2**20:.0f}" for name, num_bytes in info.memory_plan.items()})
     _table("start-up, seconds", {name: f"{seconds:.2f}" for name, seconds in info.phase_to_seconds.items()})
 
 

@@ -32,6 +32,7 @@ class SyncSession:
 
     def __init__(self, config: EngineConfig, report: ReportStartup | None = None) -> None:
         self.is_closed = False
+        self.is_sleeping = False  # no step can come before wake_up()
         self.death: EngineDeadError | None = None
         checkpoint = open_checkpoint(config.model.model)
         tokenizer = load_tokenizer(config, checkpoint)
@@ -84,6 +85,14 @@ class SyncSession:
             raise
         self.client.abort_requests(self.outputs.process(outputs))
 
+    def take_arrived(self) -> None:
+        """Hand what has arrived to the sinks, without waiting.
+
+        :raises EngineDeadError: the engine is gone.
+        """
+        while (outputs := self.client.poll_output()) is not None:
+            self.client.abort_requests(self.outputs.process(outputs))
+
     def call(self, method: str, *args: Any) -> Any:
         """Call a utility of the engine and return its value.
 
@@ -92,6 +101,17 @@ class SyncSession:
         """
         self.check()
         return self.client.call_utility(method, *args)
+
+    def sleep(self, level: int) -> None:
+        """Have the engine give its memory back; see :meth:`asyncllm.AsyncLLM.sleep`."""
+        self.call("sleep", level)
+        self.is_sleeping = True
+        self.take_arrived()  # nobody waits for a step from now on
+
+    def wake_up(self) -> None:
+        """Have the engine go on; see :meth:`asyncllm.AsyncLLM.wake_up`."""
+        self.call("wake_up")
+        self.is_sleeping = False
 
     def close(self) -> None:
         """End every request with what it holds, then the engine. Idempotent."""

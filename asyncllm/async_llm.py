@@ -377,6 +377,28 @@ class AsyncLLM:
         """Go on after :meth:`pause`."""
         await self._call("resume")
 
+    async def sleep(self, level: int = 1) -> None:
+        """Give the engine's memory back until :meth:`wake_up`; returns once that is done.
+
+        Level 1 drops the KV cache, and moves the weights of a GPU to the host's memory; those of a CPU stay. Level 2
+        drops the weights as well, to be read from the checkpoint again. Requests that run are preempted; they and those
+        that come meanwhile wait, and go on after :meth:`wake_up` with the tokens that they would have had. Idempotent;
+        level 2 may follow level 1. Cancelling it does not keep the engine from falling asleep once it was asked to.
+
+        :raises UsageError: there is no such level.
+        :raises InsufficientMemoryError: the host has no room for the weights of a GPU.
+        """
+        await self._call("sleep", level)
+
+    async def wake_up(self) -> None:
+        """Go on after :meth:`sleep`; returns once steps can run. Idempotent.
+
+        :raises ModelError: the checkpoint is gone, or is another model now.
+        :raises InsufficientMemoryError: somebody else has taken the memory. The engine sleeps on, as after any error
+            here, and can be woken later.
+        """
+        await self._call("wake_up")
+
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no request is in flight; ``False`` if some still were after ``timeout_s``."""
         if self._session is None:

@@ -43,7 +43,8 @@ class ModelConfig:
     chat_template: str | None = None
     """Jinja text of a chat template that replaces the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = AUTO
-    """Arithmetic and weight dtype. ``auto`` on a CPU: float32, equal to transformers in float32."""
+    """Arithmetic and weight dtype. ``auto`` on a CPU: float32, equal to transformers in float32. ``auto`` on a GPU: as
+    stored if that is bfloat16 or float16, else bfloat16; ``float32`` gives exactness there too, at half the speed."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize weights that are stored unquantized, in groups of 32, and multiply all quantized weights in integers."""
     max_model_len: int | None = None
@@ -65,9 +66,13 @@ class CacheConfig:
     num_blocks: int | None = None
     """KV blocks to allocate; ``None``: measured at start-up from free memory."""
     kv_cache_bytes: int | None = None
-    """Memory for KV blocks in bytes; ``None``: a share of what is free (``memory_fraction``), bounded by need."""
+    """Memory for KV blocks in bytes; ``None``: a share of what is free (``memory_fraction``, on a GPU
+    ``gpu_memory_utilization``), bounded by need."""
     memory_fraction: float = 0.4
-    """Share of the free memory that KV blocks may take."""
+    """On a CPU: share of the free memory that KV blocks may take. Without effect on a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """On a GPU: share of its whole memory that this engine may take, weights and CUDA graphs included. Without effect
+    on a CPU."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal token prefixes."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = AUTO
@@ -79,6 +84,8 @@ class CacheConfig:
         _at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
         if not 0.0 < self.memory_fraction <= 1.0:
             _refuse("memory_fraction", self.memory_fraction, "in (0, 1]")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
 
 
@@ -94,12 +101,16 @@ class SchedulerConfig:
     """Most prompt tokens of one request in one step; 0: only the budget bounds it."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """``priority``: lower ``priority`` first, then arrival; a more urgent request may preempt."""
+    async_scheduling: bool | Literal["auto"] = AUTO
+    """Launch each step before the ids of the one before it are known. ``auto``: on a GPU; on a CPU it gains nothing."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _one_of("policy", self.policy, ("fcfs", "priority"))
+        if not isinstance(self.async_scheduling, bool) and self.async_scheduling != AUTO:
+            _refuse("async_scheduling", self.async_scheduling, "True, False or 'auto'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +136,12 @@ class DeviceConfig:
     """Which device and which kernels."""
 
     device: str = AUTO
-    """``auto``, ``cpu`` or ``cuda``."""
+    """``auto`` (a GPU that can serve, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``."""
     attention_backend: str = AUTO
-    """``auto``, ``native`` (compiled), ``cpu`` (torch) or ``reference``; the last two run the whole model on torch."""
+    """``auto``; on a GPU ``triton`` or ``flash_attn``; on a CPU ``native`` (compiled), ``cpu`` (torch) or
+    ``reference``; the last two run the whole model on torch."""
+    enforce_eager: bool = False
+    """On a GPU: launch every operation of every step anew instead of replaying CUDA graphs; slower, saves memory."""
     num_threads: int | None = None
     """Threads of one CPU worker; ``None``: the cores this process may use."""
     share_cores: bool = False

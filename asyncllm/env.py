@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "cxx",
     "engine_environment",
+    "fused_kernels",
     "hf_cache_dir",
     "kernels",
     "log_level",
@@ -51,6 +52,11 @@ def cxx() -> str | None:
 def kernels() -> str | None:
     """Return ``ASYNCLLM_KERNELS``: the instruction set of the native CPU kernels, or ``off`` (``None``: the best)."""
     return os.environ.get("ASYNCLLM_KERNELS") or None
+
+
+def fused_kernels() -> str | None:
+    """Return ``ASYNCLLM_FUSED_KERNELS``: ``triton`` or ``torch`` (``None``: what suits the device)."""
+    return os.environ.get("ASYNCLLM_FUSED_KERNELS") or None
 
 
 def runtime_dir() -> Path | None:

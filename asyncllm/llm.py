@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._sync_session import SyncSession
-from asyncllm.errors import EngineDeadError, InvalidParameterError
+from asyncllm.errors import EngineDeadError, InvalidParameterError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -208,20 +208,32 @@ class LLM:
         self._work.append(work)
 
     def _drive(self, is_done: Callable[[], bool]) -> None:
-        """Step the engine, in turn with other threads, until ``is_done``."""
+        """Step the engine, in turn with other threads, until ``is_done``.
+
+        While the engine sleeps nobody takes a turn but to do what was left in ``_work``; waking it up is such a thing.
+
+        :raises UsageError: the engine sleeps, and there is no other thread to wake it up.
+        """
         while True:
             with self._turn:
-                while self._has_turn and not is_done():
+                while not is_done() and (self._has_turn or self._must_sleep()):
                     self._turn.wait()
                 if is_done():
                     return
                 self._has_turn = True
             try:
                 self._do_work()
-                if not is_done():
+                if not is_done() and not self._session.is_sleeping:
                     self._step()
             finally:
                 self._end_turn()
+
+    def _must_sleep(self) -> bool:
+        if not self._session.is_sleeping or self._work:
+            return False
+        if threading.active_count() == 1:
+            raise UsageError("the engine sleeps, and no other thread could wake it up; call wake_up() first")
+        return True
 
     def _step(self) -> None:
         with contextlib.suppress(EngineDeadError):  # every sink was told, and what comes later is refused
@@ -249,12 +261,16 @@ class LLM:
 
     # ------------------------------------------------------------------------------------------------------- the engine
     def _call(self, method: str, *args: Any) -> Any:
+        return self._do_now(lambda: self._session.call(method, *args))
+
+    def _do_now(self, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` returns, once it is its turn."""
         answer: list[Any] = []
         failed: list[BaseException] = []
 
         def call() -> None:
             try:
-                answer.append(self._session.call(method, *args))
+                answer.append(work())
             except Exception as error:
                 failed.append(error)
 
@@ -283,6 +299,17 @@ class LLM:
     def stop_profile(self) -> list[str]:
         """Stop recording and return the paths of the trace files, one per worker."""
         return self._call("stop_profile")
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the engine's memory back until :meth:`wake_up`; see :meth:`asyncllm.AsyncLLM.sleep`.
+
+        Calls of other threads wait until a thread wakes it up; where there is no other thread, they raise UsageError.
+        """
+        self._do_now(lambda: self._session.sleep(level))
+
+    def wake_up(self) -> None:
+        """Go on after :meth:`sleep`; see :meth:`asyncllm.AsyncLLM.wake_up`."""
+        self._do_now(self._session.wake_up)
 
     @property
     def info(self) -> EngineInfo:

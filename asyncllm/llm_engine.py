@@ -13,6 +13,7 @@ import msgspec
 
 from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._sync_session import SyncSession
+from asyncllm.errors import UsageError
 from asyncllm.outputs import Completion, TokenDelta
 
 if TYPE_CHECKING:
@@ -162,9 +163,14 @@ class LLMEngine:
         (``in_process``) this runs the step.
 
         :raises EngineDeadError: the engine is gone, and all that happened before was returned.
+        :raises UsageError: the engine sleeps, and requests wait for :meth:`wake_up`.
         """
         changed = self._request_id_to_output
-        if not changed:
+        if self._session.is_sleeping:
+            self._session.take_arrived()
+            if not changed and self._session.outputs.num_unfinished:
+                raise UsageError("the engine sleeps; no step comes before wake_up()")
+        elif not changed:
             try:
                 self._session.step()
             except Exception:
@@ -195,6 +201,17 @@ class LLMEngine:
     def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``method`` on every worker and return their values in rank order. Plain data only."""
         return self._session.call("collective_rpc", method, list(args), kwargs)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the engine's memory back until :meth:`wake_up`; see :meth:`asyncllm.AsyncLLM.sleep`.
+
+        What the last steps brought is returned by :meth:`step` first.
+        """
+        self._session.sleep(level)
+
+    def wake_up(self) -> None:
+        """Go on after :meth:`sleep`; see :meth:`asyncllm.AsyncLLM.wake_up`."""
+        self._session.wake_up()
 
     @property
     def info(self) -> EngineInfo:

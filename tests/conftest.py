@@ -7,6 +7,7 @@ which has to be empty, with no child process alive, when the session ends.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -24,6 +25,9 @@ from tests.support import gemma3, leaks, models
 # others use too, a step of two threads takes ten times as long as one of a single thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Before triton is imported: its kernels run on CPU tensors. What is compiled is, in a process without this.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # A shell that starts the tests in the background lets them, and every program that they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -60,6 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("model"):
                 item.add_marker(absent)
+    if importlib.util.find_spec("triton") is None:
+        not_installed = pytest.mark.skip(reason="triton is not installed; the extra gpu-test brings it")
+        for item in items:
+            if item.get_closest_marker("triton"):
+                item.add_marker(not_installed)
 
 
 @pytest.fixture(scope="session")

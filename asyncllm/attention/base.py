@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from asyncllm.kernels.base import Format, Kernels
+from asyncllm.kernels.fused import HeadNorms, Rotation, rotate_heads
 
 __all__ = [
     "NAME_TO_KV_FORMAT",
@@ -191,6 +192,20 @@ class AttentionBackend(ABC):
     @abstractmethod
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
+
+    def rotate_and_write(
+        self, heads: torch.Tensor, rotation: Rotation, cache: KVCache, plan: Any, norms: HeadNorms | None = None
+    ) -> torch.Tensor:
+        """Return the query heads [T, H, D] of ``heads`` normalised and rotated; store keys and values.
+
+        ``heads`` [T, H + 2 * KV, D] are query, key and value heads, contiguous in each token; keys are normalised and
+        rotated before they are stored. A backend that has it in one launch overrides this.
+        """
+        num_kv_heads = self.spec.num_kv_heads
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        rotated = rotate_heads(heads, num_kv_heads, rotation, norms)
+        self.write_kv(rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :], cache, plan)
+        return rotated[:, :num_heads]
 
     @abstractmethod
     def forward(

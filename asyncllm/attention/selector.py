@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
     from asyncllm.attention.base import AttentionBackend, AttentionSpec
 
-__all__ = ["choose_backend"]
+__all__ = ["choose_backend", "why_others_were_not"]
 
 NAME_TO_BACKEND = {
     "cpu": ("asyncllm.attention.cpu", "CpuAttention"),
     "native": ("asyncllm.attention.native", "NativeAttention"),
     "reference": ("asyncllm.attention.reference", "ReferenceAttention"),
+    "triton": ("asyncllm.attention.triton", "TritonAttention"),
 }
 
 
@@ -39,6 +40,19 @@ def choose_backend(name: str, spec: AttentionSpec, preferred: Sequence[str]) -> 
         parameter="attention_backend",
         value=name,
     )
+
+
+def why_others_were_not(chosen: str, name: str, spec: AttentionSpec, preferred: Sequence[str]) -> dict[str, str]:
+    """Return why each of ``preferred`` but ``chosen`` was not taken where the option was ``name``; for explanations."""
+    found: dict[str, str] = {}
+    for candidate in preferred:
+        if candidate == chosen:
+            continue
+        reason = _backend_class(candidate).why_not(spec)
+        if reason is None:
+            reason = f"{chosen} comes first" if name == "auto" else f"attention_backend={name!r} was asked for"
+        found[candidate] = reason
+    return found
 
 
 def _backend_class(name: str) -> type[AttentionBackend]:

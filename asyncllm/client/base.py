@@ -99,6 +99,13 @@ class SyncEngineCoreClient(EngineCoreClient):
         """
 
     @abstractmethod
+    def poll_output(self) -> EngineCoreOutputs | None:
+        """Return outputs that have arrived, ``None`` without any; never waits, and no step is run for it.
+
+        :raises EngineDeadError: the engine is gone.
+        """
+
+    @abstractmethod
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call ``EngineCore.<method>(*args)`` in the engine between two steps and return its value.
 

@@ -89,6 +89,12 @@ class InprocClient(SyncEngineCoreClient):
                 return outputs
         return EngineCoreOutputs()
 
+    def poll_output(self) -> EngineCoreOutputs | None:  # noqa: D102
+        core = self._alive()
+        if self._kept:
+            return self._kept.popleft()
+        return self._guard(core.step) if core.scheduler.asleep else None  # asleep, it only answers
+
     def call_utility(self, method: str, *args: Any) -> Any:  # noqa: D102
         core = self._alive()
         try:
@@ -106,7 +112,7 @@ class InprocClient(SyncEngineCoreClient):
         while not answer.done():
             outputs = self._guard(core.step)
             if outputs is None:
-                raise UtilityError(f"{method!r} waits for requests that are paused or parked", method=method)
+                raise UtilityError(f"{method!r} waits for requests that are paused, parked or asleep", method=method)
             self._kept.append(outputs)
         return answer.result()
 

@@ -104,6 +104,20 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
         connection.raise_if_dead()
         return EngineCoreOutputs()
 
+    def poll_output(self) -> EngineCoreOutputs | None:  # noqa: D102
+        connection = self._started()
+        if self._kept:
+            return self._kept.popleft()
+        outputs = connection.next_outputs()
+        if outputs is None:
+            connection.raise_if_dead()
+            return None
+        return self._arrived(outputs)
+
+    def _arrived(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        self._in_flight.difference_update([row.request_id for row in outputs.finished])
+        return outputs
+
     def _next_outputs(self, connection: EngineConnection, call: PendingCall | None = None) -> EngineCoreOutputs | None:
         """Return outputs if there are any; else wait until something happens (``call`` is answered); return ``None``.
 
@@ -113,8 +127,7 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
         drained = is_ending and connection.has_drained()
         outputs = connection.next_outputs()
         if outputs is not None:
-            self._in_flight.difference_update([row.request_id for row in outputs.finished])
-            return outputs
+            return self._arrived(outputs)
         if call is not None and call.done:
             return None
         connection.raise_if_dead()

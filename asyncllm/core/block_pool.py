@@ -147,13 +147,10 @@ class BlockPool:
         if cached is not None:
             del self._hash_to_block[cached.key.hash]
 
-    def reset(self) -> bool:
-        """Forget what every block holds; ``False``, and nothing done, while a block is in use."""
-        if self.num_free_blocks != self.num_blocks:
-            return False
+    def reset(self) -> None:
+        """Forget what every block holds; its users keep it."""
         self._cached.clear()
         self._hash_to_block.clear()
-        return True
 
     # -------------------------------------------------------------------------------------------------------- for tests
     def check_integrity(self) -> None:

@@ -1,5 +1,9 @@
 """One engine without its process: scheduler and executor, stepped by whoever owns it. No I/O, no thread, no torch.
 
+With overlap two steps are out at a time, so that the next one is there when the device is done with the oldest:
+
+    launch 0 │ launch 1, wait for 0, update 0 │ launch 2, wait for 1, update 1 │ …
+
 Used by one thread: the busy loop of :class:`EngineCoreProc`, or the caller of :class:`InprocClient`. Invariant: a
 request's failure is an answer to that request; an exception out of :meth:`EngineCore.step` is the engine's end.
 """
@@ -8,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.errors import UtilityError, describe_error
-from asyncllm.executor.base import Executor, ExecutorInfo, ReportProgress
+from asyncllm.errors import UsageError, UtilityError, describe_error, shown
+from asyncllm.executor.base import Executor, ExecutorInfo, PendingStep, ReportProgress
 from asyncllm.wire.messages import (
     AbortRequests,
     EngineCoreOutputs,
@@ -30,11 +35,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from asyncllm.config import EngineConfig
+    from asyncllm.wire.step import SchedulerOutput
 
 __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 
 PROFILE_DIR = "asyncllm-profile"
 """Where trace files go by default, below the folder that the caller started the engine in."""
+
+SLEEP_LEVELS = (1, 2)
+"""1: the weights of a GPU go to the host, those of a CPU stay; 2: they are dropped and read from the disk again."""
 
 SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
 
@@ -46,9 +55,11 @@ UTILITIES = frozenset(
         "pause",
         "reset_prefix_cache",
         "resume",
+        "sleep",
         "start_profile",
         "stats",
         "stop_profile",
+        "wake_up",
     }
 )
 """The methods of :class:`EngineCore` that the front end may call by name."""
@@ -72,17 +83,21 @@ class EngineCore:
                 max_model_len=found.max_model_len,
                 eos_token_ids=found.eos_token_ids,
             )
-            self.info = _engine_info(config, found)
+            self.max_steps_out = 2 if self.executor.overlaps_steps() else 1
+            self.info = _engine_info(config, found, async_scheduling=self.max_steps_out > 1)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.executor.shutdown()
             raise
+        self._steps_out: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._settled: deque[EngineCoreOutputs] = deque()  # of steps that a utility had to end
         self._refused: list[FinishedRequest] = []
         self._drains: list[Future[None]] = []
+        self._pauses: list[Future[None]] = []
 
     # -------------------------------------------------------------------------------------------- requests and steps
     def apply(self, message: SchedulerInput) -> None:
-        """Take in what the front end wants of the scheduler; also between the forward and the update of a step.
+        """Take in what the front end wants of the scheduler; also while steps are out.
 
         A request that cannot be taken in is answered with reason ERROR; nothing else is harmed.
         """
@@ -100,38 +115,56 @@ class EngineCore:
             self.scheduler.park_requests(message.request_ids, message.parked)
 
     def step(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs | None:
-        """Run one step and return what it produced (possibly nothing yet); ``None`` if there was nothing to do.
+        """Launch steps, end the oldest and return what it produced (possibly nothing yet).
 
-        ``take_inputs`` is called after the forward, before its results are used: what is aborted while the forward runs
-        gets no token of it.
+        ``None`` if there was nothing to do, and no step is out. ``take_inputs`` is called after the forward, before its
+        results are used and before the next step is scheduled: what is aborted while the forward runs gets no token of
+        it.
 
         :raises Exception: the executor failed; the engine cannot go on.
         """
-        scheduled = self.scheduler.schedule()
-        if scheduled is None:
-            outputs = self.scheduler.take_outputs()
-        else:
-            result = self.executor.execute_model(scheduled).result()
+        if self._settled:
+            return self._settled.popleft()
+        while len(self._steps_out) < self.max_steps_out and (scheduled := self.scheduler.schedule()) is not None:
+            self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
+        if self._steps_out:
+            scheduled, pending = self._steps_out[0]
+            result = pending.result()
+            self._steps_out.popleft()
             if take_inputs is not None:
                 take_inputs()
             outputs = self.scheduler.update_from_output(scheduled, result)
+        else:
+            outputs = self.scheduler.take_outputs()
         if self._refused:
             outputs = outputs or EngineCoreOutputs(stats=self.scheduler.stats())
             outputs.finished += self._refused
             self._refused = []
-        if self._drains and not self.scheduler.has_unfinished():
-            self._finish_drains()
+        if not self._steps_out:
+            self._answer_all(self._pauses)
+            if not self.scheduler.has_unfinished():
+                self._answer_all(self._drains)
         return outputs
+
+    def _settle(self) -> None:
+        """End the steps that are out; what they produced is the next that :meth:`step` returns."""
+        while self._steps_out:
+            scheduled, pending = self._steps_out.popleft()
+            self._settled.append(self.scheduler.update_from_output(scheduled, pending.result()))
 
     def has_work(self) -> bool:
         """Return whether :meth:`step` has something to do now."""
-        return bool(self._refused) or self.scheduler.has_work()
+        return bool(self._refused or self._steps_out or self._settled) or self.scheduler.has_work()
 
     def shutdown(self) -> None:
-        """End the executor. Idempotent."""
-        for drain in self._drains:
-            drain.cancel()
+        """End the executor, after the steps that are out. Idempotent."""
+        for waiting in (*self._drains, *self._pauses):
+            waiting.cancel()
         self._drains.clear()
+        self._pauses.clear()
+        while self._steps_out:
+            with contextlib.suppress(Exception):  # nobody waits for it any more
+                self._steps_out.popleft()[1].result()
         self.executor.shutdown()
 
     # --------------------------------------------------------------------------------------------------- utilities
@@ -179,22 +212,46 @@ class EngineCore:
             paths += [found] if isinstance(found, str) else found or []
         return paths
 
-    def pause(self) -> None:
-        """Run no step until :meth:`resume`; requests are kept and taken in."""
+    def pause(self) -> Future[None]:
+        """Run no step until :meth:`resume`; requests are kept and taken in. Answer once no step is out."""
         self.scheduler.paused = True
+        return self._answer_when(not self._steps_out, self._pauses)
 
     def resume(self) -> None:
         """Run steps again."""
         self.scheduler.paused = False
 
+    def sleep(self, level: int = 1) -> None:
+        """Have the workers give their memory back and run no step until :meth:`wake_up`; requests are kept.
+
+        Those that run are preempted: they go on later and compute everything again. Idempotent; a deeper level may
+        follow.
+
+        :raises UsageError: there is no such level.
+        :raises InsufficientMemoryError: the host has no room for the weights of a GPU; nothing but the preemption and
+            the loss of cached prefixes has happened.
+        """
+        if isinstance(level, bool) or level not in SLEEP_LEVELS:
+            limit = " or ".join(map(str, SLEEP_LEVELS))
+            raise UsageError(f"level is {shown(level)!r}; sleep() takes level {limit}")
+        self._settle()
+        if not self.scheduler.asleep:
+            self.scheduler.reset_prefix_cache(reset_running=True)
+        self.executor.collective_rpc("sleep", [int(level)])
+        self.scheduler.fall_asleep()
+
+    def wake_up(self) -> None:
+        """Have the workers take their memory again, and go on. Idempotent.
+
+        :raises Exception: a worker could not; the engine sleeps on, and this may be tried again.
+        """
+        if self.scheduler.asleep:
+            self.executor.collective_rpc("wake_up")
+            self.scheduler.asleep = False
+
     def drain(self) -> Future[None]:
-        """Answer once no request is left, paused or parked ones included."""
-        drain: Future[None] = Future()
-        if self.scheduler.has_unfinished():
-            self._drains.append(drain)
-        else:
-            drain.set_result(None)
-        return drain
+        """Answer once no request is left and no step is out; paused, parked and sleeping requests count as well."""
+        return self._answer_when(not self._steps_out and not self.scheduler.has_unfinished(), self._drains)
 
     def check_health(self) -> None:
         """Return if every worker lives.
@@ -203,13 +260,22 @@ class EngineCore:
         """
         self.executor.check_health()
 
-    def _finish_drains(self) -> None:
-        drains, self._drains = self._drains, []
-        for drain in drains:
-            drain.set_result(None)
+    @staticmethod
+    def _answer_when(is_so: bool, waiting: list[Future[None]]) -> Future[None]:
+        answer: Future[None] = Future()
+        if is_so:
+            answer.set_result(None)
+        else:
+            waiting.append(answer)
+        return answer
+
+    @staticmethod
+    def _answer_all(waiting: list[Future[None]]) -> None:
+        while waiting:
+            waiting.pop(0).set_result(None)
 
 
-def _engine_info(config: EngineConfig, found: ExecutorInfo) -> EngineInfo:
+def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling: bool) -> EngineInfo:
     return EngineInfo(
         max_model_len=found.max_model_len,
         vocab_size=found.vocab_size,
@@ -226,4 +292,9 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo) -> EngineInfo:
         phase_to_seconds=dict(found.phase_to_seconds),
         kernels=found.kernels,
         kv_cache_dtype=found.kv_cache_dtype,
+        async_scheduling=async_scheduling,
+        device_reason=found.device_reason,
+        other_backends=dict(found.other_backends),
+        graph_sizes=list(found.graph_sizes),
+        memory_plan=dict(found.memory_plan),
     )

@@ -10,12 +10,14 @@ Not here: text, sampling state, anything of the worker. Plain mutable state, own
 ``parked`` is a flag beside it: a parked request keeps its status, and a running one its slot and blocks, but it is out
 of the queue and of all steps until it is unparked.
 
-    0                        num_prompt_tokens        num_tokens
-    ├──────── prompt ────────────────┼────── output ───────┤
-    ├──── computed, or in a scheduled step ────┼─ to come ─┤
+    0                  num_prompt_tokens      len(token_ids)    num_tokens
+    ├──────── prompt ──────────┼────── output ──────┼─ on its way ──┤
+    ├──── computed, or in a scheduled step ────┼─────── to come ────┤
     0                                 num_computed_tokens
 
-Invariant: ``0 <= num_computed_tokens <= num_tokens``; equal while the next token is on its way.
+A token is *on its way* once the step that draws it is scheduled: the worker has it before its id is known here, so the
+next step can compute with it. Invariant: ``0 <= num_computed_tokens < num_tokens``; a request that has caught up is
+exactly one token behind.
 """
 
 from __future__ import annotations
@@ -65,11 +67,11 @@ class Request:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_found_blocks",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_logprobs_sent",
         "num_prompt_tokens",
-        "num_tokens",
         "parked",
         "priority",
         "repetition",
@@ -99,25 +101,25 @@ class Request:
         self.urgency = (priority, arrival)
 
         self.token_ids = list(message.prompt_token_ids)  # a copy: it grows, and the front end may hold the original
-        self.num_tokens = len(self.token_ids)  # beside the list, since every step reads it
-        self.num_prompt_tokens = self.num_tokens
+        self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
-        self.max_num_tokens = min(self.num_tokens + sampling.max_tokens, max_num_tokens)
+        self.max_num_tokens = min(self.num_prompt_tokens + sampling.max_tokens, max_num_tokens)
         eos = frozenset[int]() if sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
         watched = None if sampling.rare is None else sampling.rare.repetition
-        self.repetition = None if watched is None else RepetitionWatch(*watched, start=self.num_tokens)
+        self.repetition = None if watched is None else RepetitionWatch(*watched, start=self.num_prompt_tokens)
         self.check_from = self.max_num_tokens if watched is None else 0
 
         self.status = RequestStatus.WAITING
         self.parked = False
         self.slot = -1  # row of the worker's batch while running
-        self.since_step = NEVER  # results of earlier steps belong to a life before a preemption, and are dropped
+        self.since_step = NEVER  # its last admission; results of earlier steps are dropped
 
         self.block_ids: list[int] = []
-        self.border = 0  # up to so many tokens a step only counts on, beyond it takes a block; 0: not caught up yet
+        self.border = 0  # with fewer tokens computed a step only counts on: no new block, no end; 0: not caught up yet
         self.extra_keys: ExtraKeys = () if message.cache_salt is None else (("salt", message.cache_salt),)
         self.block_keys: list[BlockKey] = []  # of its first full blocks; computed once, kept over preemptions
+        self.num_found_blocks = 0  # leading blocks that the last admission found in the cache
         self.num_cached_blocks = 0  # leading blocks that the prefix cache was told of
         self.cache_parent: ExtraKeys | int | None = self.extra_keys  # what the next of them follows; see CachedBlock
 
@@ -127,9 +129,18 @@ class Request:
         self.num_prompt_logprobs_sent = 0  # … and those sent on ever: a preemption must not repeat them
 
     @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens, those on their way included."""
+        return self.num_computed_tokens + 1 if self.border else len(self.token_ids)
+
+    @property
     def num_output_tokens(self) -> int:
-        """Return the number of tokens generated so far."""
-        return self.num_tokens - self.num_prompt_tokens
+        """Return the number of generated tokens whose ids are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def set_border(self, num_tokens: int) -> None:
+        """Let steps only count on below so many computed tokens, for which there are blocks."""
+        self.border = num_tokens if num_tokens < self.max_num_tokens else self.max_num_tokens - 1
 
     def to_worker(self) -> NewRequest:
         """Return what the worker has to know of a request that was just admitted; it shares nothing with this."""
@@ -146,7 +157,8 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id}, {self.status.name}{' parked' if self.parked else ''}, "
-            f"computed {self.num_computed_tokens} of {self.num_tokens}, {len(self.block_ids)} blocks, slot {self.slot})"
+            f"computed {self.num_computed_tokens} of {self.num_tokens}, {self.num_tokens - len(self.token_ids)} on "
+            f"their way, {len(self.block_ids)} blocks, slot {self.slot})"
         )
 
 

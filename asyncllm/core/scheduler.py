@@ -12,9 +12,12 @@ free for each running request. So a prefill never stalls half-way, a running req
 and none is preempted in the step that admits it. Simulated with 200 requests and blocks for about 20 of them, that
 headroom costs 2 % more steps and saves 9 of 10 preemptions and 40 % of the prefilled tokens.
 
-``schedule`` moves the state to where it will be once the step has run; ``update_from_output`` adds the sampled tokens.
-Several steps may be out at once: a request whose sample has not come back has nothing to schedule, and results for a
-request that ended or was preempted meanwhile are dropped.
+``schedule`` moves the state to where it will be once the step has run, the token that it draws included: several steps
+may be out at once, and a request goes on while the ids of its newest tokens are on their way. ``update_from_output``
+adds the ids. A length ends a request ahead of time, so no row is computed beyond it; any other end is found when the id
+arrives, and what the steps that are out draw after it (surplus) is dropped. Steps run in order, so a slot may change
+hands at once; blocks do when the steps that are out have ended. A preempted request keeps the tokens that arrive until
+it is admitted again, and draws the others a second time.
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ import msgspec
 
 from asyncllm.core.block_hash import HashFunction, hash_block
 from asyncllm.core.kv_cache_manager import KVCacheManager
+from asyncllm.core.logprobs import forward_logprobs
 from asyncllm.core.request import NEVER, Request, RequestStatus, why_refused
 from asyncllm.core.request_queue import RequestQueue
-from asyncllm.errors import AsyncLLMError, DuplicateRequestError, ErrorInfo, RequestFailedError
+from asyncllm.errors import AsyncLLMError, DuplicateRequestError, ErrorInfo, RequestFailedError, UsageError
 from asyncllm.wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineFinishReason,
     FinishedRequest,
-    LogprobRows,
     SchedulerStats,
 )
 from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
@@ -70,6 +73,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.kv = KVCacheManager(config.cache, num_blocks, hash_function)
         self.paused = False  # while set, ``schedule`` returns None
+        self.asleep = False  # the same, while the workers have no KV blocks
         self.requests: dict[int, Request] = {}  # all that are live, by id
         self.waiting = RequestQueue()
         self.running: list[Request] = []  # in order of urgency
@@ -151,14 +155,14 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- the step
     def schedule(self) -> SchedulerOutput | None:
         """Return the next step, or ``None`` if nothing can be computed now; see the module for the order."""
-        if self.paused or not (self.running or self.waiting):
+        if self.paused or self.asleep or not (self.running or self.waiting):
             return None
         step = SchedulerOutput(self._step_id, [], [], 0)
         rows: list[Request] = []
-        if self._has_classes:
-            self._admit_urgent(step)
+        is_held = self._has_classes and not self._admit_urgent(step)
         budget = self._schedule_running(step, rows)
-        budget = self._schedule_waiting(step, rows, budget)
+        if not is_held:
+            budget = self._schedule_waiting(step, rows, budget)
         if not rows:
             return None
         step.total_num_tokens = self._max_num_batched_tokens - budget
@@ -168,11 +172,15 @@ class Scheduler:
         self._counters.num_steps += 1
         return step
 
-    def _admit_urgent(self, step: SchedulerOutput) -> None:
-        """Admit waiting requests of a higher class than running ones, which make room; before anything is scheduled."""
+    def _admit_urgent(self, step: SchedulerOutput) -> bool:
+        """Admit waiting requests of a higher class than running ones, which make room; before anything is scheduled.
+
+        ``False`` if one of them has to wait for the room: nobody is to be preempted once it is scheduled.
+        """
         while self.waiting and self.running and self.waiting.peek().priority < self.running[-1].priority:
             if not self._admit(self.waiting.peek(), step):
-                return
+                return False
+        return True
 
     def _schedule_running(self, step: SchedulerOutput, rows: list[Request]) -> int:
         """First pass: serve the running requests in order; return the budget that is left."""
@@ -181,16 +189,14 @@ class Scheduler:
         for request in self.running:  # preempted ones leave its end, where the loop has not been
             if not budget:
                 break
-            num_tokens = request.num_tokens
-            if num_tokens > request.border:
+            num_computed = request.num_computed_tokens
+            if num_computed >= request.border:
                 if not request.border:  # still catching up
                     budget -= self._schedule_chunk(request, step, rows, budget)
                     continue
-                if not self._append_block(request, step):
-                    break  # it was the last, and made room itself
-            elif num_tokens == request.num_computed_tokens:
-                continue  # its sample has not come back
-            request.num_computed_tokens = num_tokens  # one more: what was sampled last
+                if num_computed + 1 >= request.max_num_tokens or not self._append_block(request, step):
+                    continue  # its last token is on its way; or it waits for a block, or made room itself
+            request.num_computed_tokens = num_computed + 1  # what was drawn last
             add_slot(request.slot)
             add_count(1)
             add_row(request)
@@ -208,10 +214,11 @@ class Scheduler:
 
     def _schedule_chunk(self, request: Request, step: SchedulerOutput, rows: list[Request], budget: int) -> int:
         """Let a request catch up as far as budget and threshold allow; return the number of tokens."""
-        num_new = min(request.num_tokens - request.num_computed_tokens, budget, self._max_chunk)
+        num_known = len(request.token_ids)
+        num_new = min(num_known - request.num_computed_tokens, budget, self._max_chunk)
         request.num_computed_tokens += num_new
-        if request.num_computed_tokens == request.num_tokens:
-            request.border = len(request.block_ids) * self.kv.block_size
+        if request.num_computed_tokens == num_known:
+            request.set_border(len(request.block_ids) * self.kv.block_size)
         self.kv.cache_full_blocks(request)
         step.slots.append(request.slot)
         step.num_scheduled_tokens.append(num_new)
@@ -220,23 +227,30 @@ class Scheduler:
         return num_new
 
     def _append_block(self, request: Request, step: SchedulerOutput) -> bool:
-        """Give a running request its next block; parked and less urgent ones make room, ``False`` if it had to."""
+        """Give a running request its next block; parked and less urgent ones make room.
+
+        ``False`` if it had to make room itself, or has to wait for a block that is leaving.
+        """
         while not self.kv.pool.num_free_blocks:
+            if self.kv.num_leaving_blocks():
+                return False
             victim = self._parked_victim() or self.running.pop()
             self._preempt(victim)
             if victim is request:
                 return False
         step.block_slots.append(request.slot)
         step.block_ids.append(self.kv.append_block(request))
-        request.border += self.kv.block_size
+        request.set_border(request.border + self.kv.block_size)
         return True
 
     def _admit(self, request: Request, step: SchedulerOutput) -> bool:
         """Move the first of the waiting to the running, with a slot and blocks for all its tokens.
 
-        Parked requests and those of a lower class make room. ``False`` if that is not enough.
+        Parked requests and those of a lower class make room. ``False`` if that is not enough, or not yet.
         """
-        while not (self._free_slots and self.kv.allocate(request, headroom=len(self.running))):
+        while not (self._free_slots and self.kv.allocate(request, len(self.running))):
+            if self._free_slots and self.kv.num_leaving_blocks() and self.kv.will_fit(request, len(self.running)):
+                return False
             victim = self._parked_victim()
             if victim is None:
                 if not self.running or self.running[-1].priority <= request.priority:
@@ -247,14 +261,15 @@ class Scheduler:
         insort(self.running, request, key=_urgency)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
-        request.since_step = step.step_id
+        request.since_step = step.step_id  # what is still on its way is drawn again
+        request.num_prompt_logprobs = 0
         step.new_requests.append(request.to_worker())
         self._count_admission(request)
         return True
 
     def _count_admission(self, request: Request) -> None:
         counters = self._counters
-        num_queried = request.num_tokens if self.kv.reads_cache(request) else 0
+        num_queried = len(request.token_ids) if self.kv.reads_cache(request) else 0
         if request.num_preemptions:
             counters.resume_queries += num_queried
             counters.resume_hits += request.num_computed_tokens
@@ -271,7 +286,10 @@ class Scheduler:
         return max(seated, key=_urgency, default=None)
 
     def _preempt(self, request: Request) -> None:
-        """Send a request, taken from the running or parked, back to its place in the queue; it keeps its tokens."""
+        """Send a request, taken from the running or parked, back to its place in the queue; it keeps its tokens.
+
+        Those on their way too, if they arrive before it is admitted again.
+        """
         assert request.since_step < self._step_id, "a request is preempted in the step that admits it"
         self._release(request)
         request.status = RequestStatus.WAITING
@@ -279,6 +297,12 @@ class Scheduler:
         self._counters.num_preemptions += 1
         if not request.parked:
             self.waiting.add(request)
+
+    def _preempt_all(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._preempt(request)
+        if requests:
+            self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     # ---------------------------------------------------------------------------------------------- what came of a step
     def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
@@ -289,19 +313,25 @@ class Scheduler:
         if output.failed:
             self._fail_rows(step, rows, output.failed)
         if output.logprobs or output.prompt_logprobs:
-            self._forward_logprobs(step, rows, output, result)
+            forward_logprobs(step, rows, output, result)
         ended: list[Request] = []
+        num_dropped = 0
         add_request_id, add_token_id = result.request_ids.append, result.token_ids.append
         for request, token_id in zip(rows, output.token_ids, strict=True):
-            if token_id < 0 or request.since_step > step_id:
-                continue  # not caught up; or ended or preempted while the step was out
-            request.token_ids.append(token_id)
-            request.num_tokens += 1
+            if token_id < 0:
+                continue  # not caught up
+            if request.since_step > step_id:
+                num_dropped += 1  # it ended or was admitted again while the step was out
+                continue
+            token_ids = request.token_ids
+            token_ids.append(token_id)
             add_request_id(request.request_id)
             add_token_id(token_id)
-            if request.num_tokens >= request.check_from or token_id in request.stop_token_ids:
+            if len(token_ids) >= request.check_from or token_id in request.stop_token_ids:
                 ended += self._report_if_done(request, token_id)
         self._end_all(ended)
+        self.kv.step_ended(step_id)
+        self._counters.num_dropped_tokens += num_dropped
         self._counters.num_generated_tokens += len(result.token_ids)
         result.finished, self._finished = self._finished, []
         if self._prefix_hits and result.token_ids:  # a message without tokens may go unsent
@@ -323,7 +353,7 @@ class Scheduler:
         if token_id in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
             is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
             self._report(request, EngineFinishReason.STOP, None if is_eos else token_id)
-        elif request.num_tokens >= request.max_num_tokens:
+        elif len(request.token_ids) >= request.max_num_tokens:
             self._report(request, EngineFinishReason.LENGTH)
         elif repeats and request.num_output_tokens >= sampling.min_tokens:
             self._report(request, EngineFinishReason.REPETITION)
@@ -332,30 +362,25 @@ class Scheduler:
         return [request]
 
     def _fail_rows(self, step: SchedulerOutput, rows: list[Request], failed: dict[int, str]) -> None:
-        """End the requests whose rows have no valid result, and let nobody reuse what they computed."""
+        """End the requests whose rows have no valid result, and start those anew that read what they computed."""
         slot_to_request = dict(zip(step.slots, rows, strict=True))
-        ended = [r for slot in failed if (r := slot_to_request[slot]).since_step <= step.step_id]
-        for request in ended:
-            message = f"the engine failed on this request: {failed[request.slot]}"
-            error = _describe(RequestFailedError(message, request_id=str(request.request_id)))
-            self._report(request, EngineFinishReason.ERROR, error=error)
-            self.kv.discard(request)
+        ended: list[Request] = []
+        invalid: set[int] = set()
+        for slot, reason in failed.items():
+            request = slot_to_request[slot]
+            invalid |= self.kv.invalidate(request, step.step_id)
+            if request.since_step <= step.step_id:
+                message = f"the engine failed on this request: {reason}"
+                error = _describe(RequestFailedError(message, request_id=str(request.request_id)))
+                self._report(request, EngineFinishReason.ERROR, error=error)
+                ended.append(request)
         self._end_all(ended)
-
-    def _forward_logprobs(
-        self, step: SchedulerOutput, rows: list[Request], output: ModelRunnerOutput, result: EngineCoreOutputs
-    ) -> None:
-        """Key logprobs by request instead of slot; prompt positions that were sent before a preemption are left out."""
-        slot_to_request = {s: r for s, r in zip(step.slots, rows, strict=True) if r.since_step <= step.step_id}
-        for slot in output.logprobs.keys() & slot_to_request.keys():
-            result.logprobs[slot_to_request[slot].request_id] = output.logprobs[slot]
-        for slot in output.prompt_logprobs.keys() & slot_to_request.keys():
-            request, logprobs = slot_to_request[slot], output.prompt_logprobs[slot]
-            num_known = request.num_prompt_logprobs_sent - request.num_prompt_logprobs
-            request.num_prompt_logprobs += len(logprobs.token_ids) // logprobs.width
-            if request.num_prompt_logprobs > request.num_prompt_logprobs_sent:
-                request.num_prompt_logprobs_sent = request.num_prompt_logprobs
-                result.prompt_logprobs[request.request_id] = _without_first(logprobs, num_known)
+        misled = self.kv.readers_of(invalid, self.requests.values())
+        for request in misled:
+            self.kv.invalidate(request)
+        self._preempt_all([request for request in misled if request.status is RequestStatus.RUNNING])
+        for request in misled:
+            request.since_step = NEVER  # what it draws from that is dropped
 
     # ---------------------------------------------------------------------------------------------- the end of requests
     def _report(
@@ -374,20 +399,19 @@ class Scheduler:
             elif not request.parked:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED
+            request.since_step = NEVER
             del self.requests[request.request_id]
             self.parked.pop(request.request_id, None)
         if was_running:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def _release(self, request: Request) -> None:
-        """Take back slot and blocks; results that are still out will be dropped."""
-        self.kv.free(request)
+        """Take back slot and blocks."""
+        self.kv.free(request, self._step_id - 1 if self._step_to_rows else None)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         request.slot = -1
         request.border = 0
-        request.since_step = NEVER
-        request.num_prompt_logprobs = 0
 
     # ------------------------------------------------------------------------------------------------ looking at it all
     def has_unfinished(self) -> bool:
@@ -395,8 +419,12 @@ class Scheduler:
         return bool(self.requests)
 
     def has_work(self) -> bool:
-        """Return whether :meth:`schedule` (once no step is out) or :meth:`take_outputs` has something to give."""
-        return bool(self._finished) or (not self.paused and bool(self.running or self.waiting))
+        """Return whether :meth:`schedule` (once no step is out) or :meth:`take_outputs` has something to give.
+
+        Steps that are out are not counted: who launched them knows of them.
+        """
+        is_held = self.paused or self.asleep
+        return bool(self._finished) or (not is_held and bool(self.running or self.waiting))
 
     def stats(self) -> SchedulerStats:
         """Return the present state and the counters since start, as a copy."""
@@ -405,8 +433,9 @@ class Scheduler:
             self._counters,
             num_running=num_running,
             num_waiting=len(self.requests) - num_running,
-            num_free_blocks=self.kv.pool.num_free_blocks,
+            num_free_blocks=self.kv.pool.num_free_blocks + self.kv.num_leaving_blocks(),
             num_parked=len(self.parked),
+            is_sleeping=self.asleep,
         )
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -415,10 +444,21 @@ class Scheduler:
         ``reset_running``: preempt those first; they go on later and compute everything again.
         """
         if reset_running:
-            for request in [r for r in self.requests.values() if r.status is RequestStatus.RUNNING]:
-                self._preempt(request)
-            self.running = []
-        return self.kv.reset_prefix_cache()
+            self._preempt_all([r for r in self.requests.values() if r.status is RequestStatus.RUNNING])
+        if len(self._free_slots) < self._max_num_seqs:
+            return False
+        self.kv.reset_prefix_cache()
+        return True
+
+    def fall_asleep(self) -> None:
+        """Schedule nothing until :attr:`asleep` is unset: the workers have forgotten all slots and blocks.
+
+        :raises UsageError: a request still holds some; preempt first (:meth:`reset_prefix_cache`).
+        """
+        if not self.reset_prefix_cache():
+            raise UsageError("requests hold slots and blocks of a scheduler that is to fall asleep")
+        self._freed_slots.clear()
+        self.asleep = True
 
     def check_integrity(self) -> None:
         """Verify that requests, slots and blocks agree; O(everything), for tests.
@@ -436,18 +476,12 @@ class Scheduler:
         assert sorted(slots) == list(range(self._max_num_seqs)), "a slot is lost or has two owners"
         self.kv.check_integrity(self.requests.values())
         for request in self.requests.values():
-            assert request.num_tokens == len(request.token_ids) <= request.max_num_tokens
-            assert request.num_computed_tokens <= request.num_tokens
+            num_out = sum(request in rows for i, rows in self._step_to_rows.items() if i >= request.since_step)
+            assert 0 <= request.num_tokens - len(request.token_ids) <= num_out
+            assert request.num_computed_tokens < request.num_tokens <= request.max_num_tokens
             assert bool(request.block_ids) == (request.status is RequestStatus.RUNNING)
 
 
 def _describe(error: AsyncLLMError) -> ErrorInfo:
     """Return an error that was never raised as plain data (there is no traceback to tell of)."""
     return ErrorInfo(type(error).__name__, error.message, {name: getattr(error, name) for name in error.fields})
-
-
-def _without_first(rows: LogprobRows, num_positions: int) -> LogprobRows:
-    skip = num_positions * rows.width
-    if not skip:
-        return rows
-    return LogprobRows(rows.width, rows.token_ids[skip:], rows.logprobs[skip:], rows.ranks[skip:])

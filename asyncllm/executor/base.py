@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from asyncllm import platforms
+from asyncllm.config import AUTO
 from asyncllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +47,14 @@ class ExecutorInfo:
     """Which operators the model runs on, with instruction set and threads."""
     kv_cache_dtype: str = ""
     """How keys and values are stored."""
+    device_reason: str = ""
+    """Why this device was taken, or which one it is."""
+    other_backends: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The attention backends that were not taken, and why."""
+    graph_sizes: Sequence[int] = ()
+    """Numbers of rows whose decode steps are replayed as CUDA graphs."""
+    memory_plan: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What the memory holds, in bytes, by words for a reader."""
     phase_to_seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -78,6 +88,11 @@ class Executor(ABC):
             raise ConfigError(f"executor {name!r} is not an Executor", parameter="executor", value=name)
         return cls
 
+    def overlaps_steps(self) -> bool:
+        """Return whether a step is to be launched before the one before it has ended; also before :meth:`start`."""
+        option = self.config.scheduler.async_scheduling
+        return platforms.current(self.config).is_asynchronous if option == AUTO else option
+
     @abstractmethod
     def start(self) -> ExecutorInfo:
         """Init devices, load the model, size and allocate the KV blocks, warm up. Blocks until steps can run.
@@ -88,7 +103,10 @@ class Executor(ABC):
 
     @abstractmethod
     def execute_model(self, scheduler_output: SchedulerOutput) -> PendingStep:
-        """Launch one step and return without waiting for its result where the device allows that."""
+        """Launch one step and return without waiting for its result where the device allows that.
+
+        Steps run in the order of their launch; with :meth:`overlaps_steps` the next may come before this one has ended.
+        """
 
     @abstractmethod
     def collective_rpc(

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from asyncllm.errors import UnsupportedModelError
+from asyncllm.kernels.fused import NAME_TO_ACTIVATION, fused_kernels
 
-__all__ = ["Activation", "apply_gated", "get_activation"]
+__all__ = ["Activation", "Gate", "get_activation"]
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-
-
-SERIAL_ELEMENTS = 32_768
-"""torch runs an elementwise operation on fewer numbers than this in one piece (``at::internal::GRAIN_SIZE``)."""
-
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-NAME_TO_ACTIVATION: dict[str, Activation] = {
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-}
 
 
 def get_activation(name: str) -> Activation:
@@ -48,19 +28,17 @@ def get_activation(name: str) -> Activation:
     return activation
 
 
-def apply_gated(activation: Activation, gate_up: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``activation(gate) * up`` [T, size] of ``gate_up`` [T, 2 * size].
+class Gate:
+    """The gate of an MLP: no weights, no state.
 
-    A token's result does not depend on how many there are. On a CPU, torch cuts long tensors into equal pieces for its
-    threads, in the middle of a row, and computes the numbers at the end of a piece by another formula; so long ones are
-    cut into whole rows here. They then run on one thread: about 1 % of the time of the layer's matrix products.
+    :raises UnsupportedModelError: the activation ``name`` is not one of ours.
     """
-    num_rows = gate_up.shape[0]
-    most = max(1, (SERIAL_ELEMENTS - 1) // size)
-    if num_rows <= most or gate_up.device.type != "cpu":
-        return activation(gate_up[:, :size]).mul_(gate_up[:, size:])
-    out = torch.empty(num_rows, size, dtype=gate_up.dtype)
-    for start in range(0, num_rows, most):
-        part = gate_up[start : start + most]
-        torch.mul(activation(part[:, :size]), part[:, size:], out=out[start : start + most])
-    return out
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        get_activation(name)
+        self._name = name
+        self._kernels = fused_kernels(device)
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return ``activation(gate) * up`` [T, size] of ``gate_up`` [T, 2 * size]."""
+        return self._kernels.gate(gate_up, self._name)

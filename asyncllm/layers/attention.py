@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from asyncllm.kernels.fused import HeadNorms, Rotation
     from asyncllm.models.base import ForwardContext
 
 __all__ = ["Attention"]
@@ -33,4 +34,15 @@ class Attention:
         """
         cache = context.kv_caches[self.layer_index]
         context.backend.write_kv(key, value, cache, context.plan)
+        return context.backend.forward(query, cache, context.plan, scale=self.scale, window=self.window)
+
+    def rotated(
+        self, heads: torch.Tensor, rotation: Rotation, context: ForwardContext, norms: HeadNorms | None = None
+    ) -> torch.Tensor:
+        """Return attention as :meth:`__call__` does, [T, H * D], of heads that are normalised and rotated first.
+
+        ``heads`` [T, H + 2 * KV, D] are query, key and value heads, contiguous in each token.
+        """
+        cache = context.kv_caches[self.layer_index]
+        query = context.backend.rotate_and_write(heads, rotation, cache, context.plan, norms)
         return context.backend.forward(query, cache, context.plan, scale=self.scale, window=self.window)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from asyncllm.kernels.fused import fused_kernels
 from asyncllm.layers.linear import parameter
 
 if TYPE_CHECKING:
@@ -22,17 +23,15 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.shape = (size,)
         self.eps = eps
         self.weight = parameter(size, dtype=dtype, device=device)
+        self._kernels = fused_kernels(device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` [T, size] normalised, as a new tensor."""
-        if x.dtype == torch.float32:
-            return torch.rms_norm(x, self.shape, self.weight, self.eps)  # the same operations in one call
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+    def forward(self, hidden: torch.Tensor, update: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``hidden`` [T, size] normalised, as a new tensor, after ``update`` was added to it in place."""
+        if update is None:
+            return self._kernels.rms_norm(hidden, self.weight, self.eps)
+        return self._kernels.add_rms_norm(hidden, update, self.weight, self.eps)
 
     def destinations(self, name: str) -> dict[str, Destination]:
         """Return which parameter each checkpoint tensor fills."""
@@ -47,10 +46,6 @@ class OffsetRMSNorm(RMSNorm):
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, eps, dtype=torch.float32, device=device)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` [T, size] normalised, as a new tensor of its dtype."""
-        return torch.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
 
     def destinations(self, name: str) -> dict[str, Destination]:
         """Return what takes each checkpoint tensor."""

@@ -4,28 +4,23 @@ The cosines and sines of all positions are computed once, in float32 and in the 
 then rounded to the model's dtype. A step picks the rows of its positions once (:meth:`RotaryEmbedding.forward`) for all
 its layers.
 
-A head is rotated by halves: number ``i`` of the first half with number ``i`` of the second one.
+A head is rotated by halves, number ``i`` of the first half with number ``i`` of the second one, and where that is done
+its key is stored (:mod:`asyncllm.kernels.fused`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from asyncllm.errors import CheckpointError, UnsupportedModelError, shown
+from asyncllm.kernels.fused import Rotation
 
-__all__ = ["RotaryEmbedding", "Rotation", "apply_rotary", "rope_parameters"]
-
-
-class Rotation(NamedTuple):
-    """The rotation of each token of a step."""
-
-    cos: torch.Tensor  # [T, 1, 1, D / 2]
-    sin: torch.Tensor  # [T, 1, 2, D / 2]: minus sine for the first half, sine for the second
+__all__ = ["RotaryEmbedding", "rope_parameters"]
 
 
 class RotaryEmbedding(nn.Module):
@@ -57,15 +52,6 @@ class RotaryEmbedding(nn.Module):
         rows = self.table.index_select(0, positions)  # [T, 2, D / 2]
         cos, sin = rows[:, None, :1], rows[:, None, 1:]
         return Rotation(cos, torch.cat((-sin, sin), 2))
-
-
-def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return the heads ``x`` [T, H, D] (may be a strided view) rotated, as a new contiguous tensor."""
-    num_tokens, num_heads, head_dim = x.shape
-    halves = x.view(num_tokens, num_heads, 2, head_dim // 2)
-    rotated = halves * rotation.cos
-    rotated.add_(halves.flip(2).mul_(rotation.sin))
-    return rotated.view(num_tokens, num_heads, head_dim)
 
 
 def rope_parameters(config: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 
 from asyncllm.errors import UnsupportedModelError
 from asyncllm.layers.norm import OffsetRMSNorm
-from asyncllm.layers.rotary import RotaryEmbedding, Rotation, rope_parameters
+from asyncllm.layers.rotary import RotaryEmbedding, rope_parameters
 from asyncllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaLayout, LlamaSettings
 from asyncllm.models.settings import FULL, SLIDING, Count, check_layer_types
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from asyncllm.checkpoint import Checkpoint
+    from asyncllm.kernels.fused import Rotation
     from asyncllm.layers.linear import Destination, LinearMethod
     from asyncllm.loader import QuantizedTensor
     from asyncllm.models.base import ForwardContext
@@ -65,7 +66,7 @@ def layer_types(settings: Gemma3Settings) -> list[str]:
 
 
 class Gemma3DecoderLayer(LlamaDecoderLayer):
-    """Attention and MLP, each with a norm before it and one after it, added to the residual stream in place."""
+    """Attention and MLP, each with a norm before it and one after it, before it is added to the residual stream."""
 
     def __init__(
         self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, *, method: LinearMethod, **where: Any
@@ -75,11 +76,14 @@ class Gemma3DecoderLayer(LlamaDecoderLayer):
         self.pre_feedforward_layernorm = OffsetRMSNorm(size, eps, **where)
         self.post_feedforward_layernorm = OffsetRMSNorm(size, eps, **where)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> None:
-        """Add the layer's output to ``hidden`` [T, hidden] in place."""
-        attended = self.self_attn(self.input_layernorm(hidden), rotation, context)
-        hidden.add_(self.post_attention_layernorm(attended))
-        hidden.add_(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden))))
+    def forward(
+        self, hidden: torch.Tensor, update: torch.Tensor | None, rotation: Rotation, context: ForwardContext
+    ) -> torch.Tensor:
+        """Add ``update``, the last layer's result, to ``hidden`` [T, hidden] in place, and return this layer's."""
+        update = self.self_attn(self.input_layernorm(hidden, update), rotation, context)
+        update = self.post_attention_layernorm(update)
+        update = self.mlp(self.pre_feedforward_layernorm(hidden, update))
+        return self.post_feedforward_layernorm(update)
 
     def destinations(self, name: str) -> dict[str, Destination]:
         """Return where each checkpoint tensor goes."""
@@ -147,9 +151,10 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         """Return final hidden states [T, hidden] of the flat batch ``token_ids`` [T] at ``positions`` [T] (int64)."""
         hidden = self.embed_tokens(token_ids).mul_(self.embedding_scale)  # [T, hidden]
         kind_to_rotation = {FULL: self.rotary(positions), SLIDING: self.local_rotary(positions)}
+        update = None
         for kind, layer in zip(self.layer_types, self.layers, strict=True):
-            layer(hidden, kind_to_rotation[kind], context)
-        return self.norm(hidden)
+            update = layer(hidden, update, kind_to_rotation[kind], context)
+        return self.norm(hidden, update)
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

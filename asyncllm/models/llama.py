@@ -15,12 +15,13 @@ import msgspec
 import torch
 from torch import nn
 
-from asyncllm.layers.activation import apply_gated, get_activation
+from asyncllm.kernels.fused import HeadNorms, Rotation
+from asyncllm.layers.activation import Gate
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.embedding import Embedding
 from asyncllm.layers.linear import Destination, Linear, LinearMethod
 from asyncllm.layers.norm import RMSNorm
-from asyncllm.layers.rotary import RotaryEmbedding, Rotation, apply_rotary, rope_parameters
+from asyncllm.layers.rotary import RotaryEmbedding, rope_parameters
 from asyncllm.models.base import CausalLM, ForwardContext
 from asyncllm.models.settings import FULL, SLIDING, Count, check_layer_types, read_settings
 from asyncllm.models.weights import fill
@@ -81,9 +82,8 @@ class LlamaAttention(nn.Module):
     ) -> None:
         super().__init__()
         how: dict[str, Any] = {"method": method, **where}
-        self.num_heads, self.num_kv_heads, self.head_dim = model.num_heads, model.num_kv_heads, model.head_dim
-        self.num_rotated = self.num_heads + self.num_kv_heads
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.num_heads, self.head_dim = model.num_heads + 2 * model.num_kv_heads, model.head_dim
+        q_size, kv_size = model.num_heads * self.head_dim, model.num_kv_heads * self.head_dim
         hidden_size, eps = model.settings.hidden_size, model.settings.rms_norm_eps
         self.qkv_proj = Linear(hidden_size, (q_size, kv_size, kv_size), bias=layout.qkv_bias, **how)
         self.o_proj = Linear(q_size, hidden_size, bias=layout.out_bias, **how)
@@ -94,17 +94,13 @@ class LlamaAttention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> torch.Tensor:
         """Return the layer's attention output for ``hidden`` [T, hidden], [T, hidden]."""
-        heads = self.qkv_proj(hidden).view(hidden.shape[0], self.num_rotated + self.num_kv_heads, self.head_dim)
-        rotated = apply_rotary(self._normed(heads[:, : self.num_rotated]), rotation)
-        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]  # [T, H, D], [T, KV, D]
-        attended = self.attention(query, key, heads[:, self.num_rotated :], context)  # [T, H * D]
-        return self.o_proj(attended)
+        heads = self.qkv_proj(hidden).view(hidden.shape[0], self.num_heads, self.head_dim)  # [T, H + 2 * KV, D]
+        return self.o_proj(self.attention.rotated(heads, rotation, context, self._head_norms()))
 
-    def _normed(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return query and key heads [T, H + KV, D] as they are rotated."""
+    def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
-            return heads
-        return torch.cat((self.q_norm(heads[:, : self.num_heads]), self.k_norm(heads[:, self.num_heads :])), 1)
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def destinations(self, name: str) -> dict[str, Destination]:
         """Return where each checkpoint tensor goes."""
@@ -122,15 +118,14 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, settings: LlamaSettings, **how: Any) -> None:
         super().__init__()
-        self.size = settings.intermediate_size
-        self.gate_up_proj = Linear(settings.hidden_size, (self.size, self.size), bias=settings.mlp_bias, **how)
-        self.down_proj = Linear(self.size, settings.hidden_size, bias=settings.mlp_bias, **how)
-        self.activation = get_activation(settings.hidden_act)
+        size = settings.intermediate_size
+        self.gate_up_proj = Linear(settings.hidden_size, (size, size), bias=settings.mlp_bias, **how)
+        self.down_proj = Linear(size, settings.hidden_size, bias=settings.mlp_bias, **how)
+        self.gate = Gate(settings.hidden_act, how["device"])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output for ``hidden`` [T, hidden], [T, hidden]."""
-        gate_up = self.gate_up_proj(hidden)  # [T, 2 * intermediate]
-        return self.down_proj(apply_gated(self.activation, gate_up, self.size))
+        return self.down_proj(self.gate(self.gate_up_proj(hidden)))
 
     def destinations(self, name: str) -> dict[str, Destination]:
         """Return where each checkpoint tensor goes."""
@@ -141,7 +136,10 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each on a normalised copy and added to the residual stream in place."""
+    """Attention and MLP, each on a normalised copy of the residual stream.
+
+    What either computes is added to the stream in place by the next norm, which is the next layer's after the MLP.
+    """
 
     def __init__(
         self, index: int, model: LlamaForCausalLM, layout: LlamaLayout, *, method: LinearMethod, **where: Any
@@ -153,10 +151,12 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = norm(settings.hidden_size, settings.rms_norm_eps, **where)
         self.mlp = LlamaMLP(settings, method=method, **where)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext) -> None:
-        """Add the layer's output to ``hidden`` [T, hidden] in place."""
-        hidden.add_(self.self_attn(self.input_layernorm(hidden), rotation, context))
-        hidden.add_(self.mlp(self.post_attention_layernorm(hidden)))
+    def forward(
+        self, hidden: torch.Tensor, update: torch.Tensor | None, rotation: Rotation, context: ForwardContext
+    ) -> torch.Tensor:
+        """Add ``update``, the last layer's result, to ``hidden`` [T, hidden] in place, and return this layer's."""
+        update = self.self_attn(self.input_layernorm(hidden, update), rotation, context)
+        return self.mlp(self.post_attention_layernorm(hidden, update))
 
     def destinations(self, name: str) -> dict[str, Destination]:
         """Return where each checkpoint tensor goes."""
@@ -249,9 +249,10 @@ class LlamaForCausalLM(CausalLM):
         """Return final hidden states [T, hidden] of the flat batch ``token_ids`` [T] at ``positions`` [T] (int64)."""
         hidden = self.embed_tokens(token_ids)  # [T, hidden]
         rotation = self.rotary(positions)
+        update = None
         for layer in self.layers:
-            layer(hidden, rotation, context)
-        return self.norm(hidden)
+            update = layer(hidden, update, rotation, context)
+        return self.norm(hidden, update)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [R, vocab_size] for the rows of ``hidden`` [R, hidden] that sample."""

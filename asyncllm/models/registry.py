@@ -71,7 +71,7 @@ def build_model(
     supported.
     :raises CheckpointError: configuration and weights contradict each other, or a file is damaged.
     """
-    construct = _find_class(checkpoint)
+    construct = find_class(checkpoint)
     method = linear_method or default_linear_method(dtype, device)
     try:
         model = construct(checkpoint, dtype=dtype, device=device, linear_method=method, max_position=max_position)
@@ -84,7 +84,7 @@ def build_model(
     return model.eval()
 
 
-def _find_class(checkpoint: Checkpoint) -> _Constructor:
+def find_class(checkpoint: Checkpoint) -> _Constructor:
     name = checkpoint.architecture
     if name not in ARCHITECTURE_TO_CLASS:
         known = ", ".join(known_architectures())

@@ -31,8 +31,9 @@ class CpuPlatform(Platform):
     name: ClassVar[str] = "cpu"
     worker_cls: ClassVar[str] = "asyncllm.worker.worker.Worker"
     attention_backends: ClassVar[tuple[str, ...]] = ("native", "cpu", "reference")
+    is_asynchronous: ClassVar[bool] = False
 
-    def default_dtype(self) -> str:
+    def default_dtype(self, stored_as: str | None) -> str:
         """Return float32: equal to transformers in float32, and the fastest of torch's dtypes on most CPUs."""
         return "float32"
 

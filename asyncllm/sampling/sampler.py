@@ -7,8 +7,9 @@ neighbours.
 
 A token of probability zero is never drawn: the first one whose cumulative sum *exceeds* u * total has a positive share.
 
-Kernels that can draw do it in one call for all rows (:meth:`asyncllm.kernels.base.Kernels.draw_tokens`); what is
-written in torch here serves everything else, and is what they are held to.
+Kernels that can draw do it in one call for all rows (:meth:`asyncllm.kernels.base.Kernels.draw_tokens` on a CPU,
+:class:`asyncllm.sampling.device_draw.DeviceDraw` on a GPU); what is written in torch here serves everything else, and
+is what they are held to. The host reads nothing of a device that is not a CPU.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -28,6 +29,7 @@ from asyncllm.sampling.rng import uniforms
 if TYPE_CHECKING:
     from asyncllm.kernels.base import Kernels
     from asyncllm.sampling.columns import RandomRows, SamplingMetadata
+    from asyncllm.sampling.device_draw import DeviceDraw
     from asyncllm.sampling.penalties import TokenHistory
 
 __all__ = ["Sampler", "SamplerOutput"]
@@ -45,10 +47,11 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Draws the tokens of a step, on ``kernels`` where they can; holds nothing between steps."""
+    """Draws the tokens of a step, on ``kernels`` or by ``device_draw`` where they can; remembers no step."""
 
-    def __init__(self, kernels: Kernels | None = None) -> None:
+    def __init__(self, kernels: Kernels | None = None, device_draw: DeviceDraw | None = None) -> None:
         self._kernels = kernels
+        self._device_draw = device_draw
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> SamplerOutput:
         """Return a token for each row of ``logits`` [R, V] float32, which may be changed in place."""
@@ -72,16 +75,15 @@ class Sampler:
             drawn = self._kernels.draw_tokens(logits, metadata.parameters, history.positions)
             if drawn is not None:
                 return drawn
+        if self._device_draw is not None and not metadata.all_greedy:
+            drawn = self._device_draw(logits, metadata.parameters, _numbers(logits, metadata, history))
+            if drawn is not None:
+                return drawn
         best = logits.amax(1)
         return argmax(logits) if metadata.all_greedy else self._draw_rows(logits, metadata, history), best
 
     def _draw_rows(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> torch.Tensor:
-        u = history.uniforms
-        if u is None:
-            parameters = metadata.parameters
-            numbers = uniforms(parameters["seed"], parameters["sample_index"], history.positions)
-            u = torch.from_numpy(numbers).to(logits.device)
-        u = u.unsqueeze(1)  # [R, 1] float64
+        u = _numbers(logits, metadata, history).unsqueeze(1)  # [R, 1] float64
         group = metadata.random_rows[0]
         if group.rows is None:
             return draw(logits, group, u)
@@ -95,6 +97,14 @@ class Sampler:
             drawn = draw(logits.index_select(0, rows), group, u.index_select(0, rows))
             token_ids.index_copy_(0, rows, drawn)
         return token_ids
+
+
+def _numbers(logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> torch.Tensor:
+    """Return the uniform number of each row, [R] float64, on the device of ``logits``."""
+    if history.uniforms is not None:
+        return history.uniforms
+    numbers = uniforms(metadata.parameters["seed"], metadata.parameters["sample_index"], history.positions)
+    return torch.from_numpy(numbers).to(logits.device)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -142,9 +152,10 @@ def _draw_filtered(logits: torch.Tensor, group: RandomRows, rows: slice, u: torc
     min_p = None if group.min_p is None else group.min_p[rows]
     assert group.top_p is not None
     top_p, vocab_size = group.top_p[rows], logits.shape[1]
-    token_ids, complete = _draw_top(logits, group.num_top, top_k, top_p, min_p, u)
-    # The host reads the device here, which is a CPU: on a GPU a kernel without a sort takes the place of this path.
-    if top_k is not None or group.num_top == vocab_size or bool(complete.all()):
+    # Whether fewer are enough is read from the device: on a CPU alone.
+    num_top = group.num_top if top_k is not None or logits.device.type == "cpu" else vocab_size
+    token_ids, complete = _draw_top(logits, num_top, top_k, top_p, min_p, u)
+    if top_k is not None or num_top == vocab_size or bool(complete.all()):
         return token_ids
     again = torch.nonzero(~complete).squeeze(1)
     if min_p is not None:

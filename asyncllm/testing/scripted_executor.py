@@ -51,15 +51,18 @@ class _Row:
 
 
 class _Step:
-    """A launched step; ``result`` returns once its time is over."""
+    """A launched step; ``result`` returns once its time is over and the gate is open."""
 
-    __slots__ = ("output", "ready_at")
+    __slots__ = ("gate_path", "output", "ready_at")
 
-    def __init__(self, output: ModelRunnerOutput, ready_at: float) -> None:
+    def __init__(self, output: ModelRunnerOutput, ready_at: float, gate_path: str | None) -> None:
         self.output = output
         self.ready_at = ready_at
+        self.gate_path = gate_path
 
     def result(self) -> ModelRunnerOutput:
+        while self.gate_path is not None and os.path.exists(self.gate_path):
+            time.sleep(0.001)
         left = self.ready_at - time.monotonic()
         if left > 0:
             time.sleep(left)
@@ -92,7 +95,8 @@ class ScriptedExecutor(Executor):
 
     Through ``llm.collective_rpc``: ``history`` (one dict per step, the last 2,000), ``clear_history``, ``set_script``
     (new options from now on: ``await llm.collective_rpc("set_script", {"step_ms": 50})``), ``rows`` (requests that hold
-    a slot), ``echo`` (its arguments), ``fail`` (raises RuntimeError with its argument), ``sleep_ms``.
+    a slot), ``echo`` (its arguments), ``fail`` (raises RuntimeError with its argument), ``sleep_ms``. ``sleep`` and
+    ``wake_up`` play a worker that forgets its KV blocks; use ``llm.sleep()`` and ``llm.wake_up()``.
     """
 
     def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
@@ -100,11 +104,17 @@ class ScriptedExecutor(Executor):
         self._rows: dict[int, _Row] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_LENGTH)
         self._num_steps = 0
+        self._sleep_level = 0
+        self._busy_until = 0.0  # steps run one after the other
         self._eos = EOS
         self._vocab_size = 0
         self.set_script(config.parallel.executor_options)
 
     # ------------------------------------------------------------------------------------------- the Executor's part
+    def overlaps_steps(self) -> bool:
+        """Return the option ``async_scheduling``; ``auto`` is off, on whatever machine this runs."""
+        return self.config.scheduler.async_scheduling is True
+
     def start(self) -> ExecutorInfo:
         """Return the sizes from ``config.json`` and the options; no device is touched."""
         started = time.monotonic()
@@ -141,8 +151,8 @@ class ScriptedExecutor(Executor):
         self._apply_difference(scheduler_output)
         output = self._draw(scheduler_output)
         self._record(scheduler_output, output)
-        self._wait_at_gate()
-        return _Step(output, time.monotonic() + self._step_ms / 1e3)
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._step_ms / 1e3
+        return _Step(output, self._busy_until, self._gate_path)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -215,9 +225,20 @@ class ScriptedExecutor(Executor):
         """Return no trace files."""
         return []
 
+    def sleep(self, level: int = 1) -> None:
+        """Forget all rows, as a worker forgets its KV blocks; no step may come until :meth:`wake_up`."""
+        self._rows.clear()
+        self._sleep_level = max(self._sleep_level, level)
+
+    def wake_up(self) -> None:
+        """Take steps again."""
+        self._sleep_level = 0
+
     # ----------------------------------------------------------------------------------------------- the worker's part
     def _apply_difference(self, step: SchedulerOutput) -> None:
         rows = self._rows
+        if self._sleep_level:
+            raise ScriptError(f"step {step.step_id} comes while the workers sleep")
         for slot in step.freed_slots:
             if rows.pop(slot, None) is None:
                 raise ScriptError(f"step {step.step_id} frees slot {slot}, which is empty")
@@ -307,13 +328,21 @@ class ScriptedExecutor(Executor):
             }
         )
 
-    def _wait_at_gate(self) -> None:
-        while self._gate_path is not None and os.path.exists(self._gate_path):
-            time.sleep(0.001)
-
 
 _RPC_METHODS = frozenset(
-    {"history", "clear_history", "rows", "set_script", "echo", "fail", "sleep_ms", "start_profile", "stop_profile"}
+    {
+        "history",
+        "clear_history",
+        "rows",
+        "set_script",
+        "echo",
+        "fail",
+        "sleep_ms",
+        "start_profile",
+        "stop_profile",
+        "sleep",
+        "wake_up",
+    }
 )
 
 

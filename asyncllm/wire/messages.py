@@ -161,6 +161,11 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     phase_to_seconds: dict[str, float] = {}
     kernels: str = ""  # which operators the model runs on, with instruction set and threads
     kv_cache_dtype: str = ""  # how keys and values are stored
+    async_scheduling: bool = False  # whether each step is launched before the ids of the one before it are known
+    device_reason: str = ""  # why this device, or which one it is
+    other_backends: dict[str, str] = {}  # attention backends that were not taken, and why
+    graph_sizes: list[int] = []  # numbers of rows whose decode steps are CUDA graphs
+    memory_plan: dict[str, int] = {}  # what the memory holds, in bytes, in words that a reader understands
 
 
 class StartupProgress(msgspec.Struct, array_like=True, tag=1):
@@ -188,7 +193,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
 
     num_running: int = 0
     num_waiting: int = 0
-    num_free_blocks: int = 0
+    num_free_blocks: int = 0  # held by no request; a step that is out may still use some of them
     num_steps: int = 0
     num_prefill_tokens: int = 0  # prompt tokens computed, recomputation included
     num_generated_tokens: int = 0
@@ -198,6 +203,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_parked: int = 0
     resume_queries: int = 0  # the same two for requests that come back after a preemption
     resume_hits: int = 0
+    is_sleeping: bool = False  # after sleep(), until wake_up()
+    num_dropped_tokens: int = 0  # drawn for requests that had ended or were preempted while their step was out
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):

@@ -39,13 +39,17 @@ class DecodeGraphs:
         self.sizes = sizes
         self._graphs: dict[int, tuple[Graph, torch.Tensor]] = {}
 
-    def capture(self, work_of: Callable[[int], Callable[[], torch.Tensor]]) -> None:
+    def capture(
+        self, work_of: Callable[[int], Callable[[], torch.Tensor]], report: Callable[[float], None] = lambda done: None
+    ) -> None:
         """Record what ``work_of(size)`` returns, for each size; the largest first, whose memory the others share.
 
-        The work computes logits [size, V] from static inputs, which ``work_of`` has filled for a first run.
+        The work computes logits [size, V] from static inputs, which ``work_of`` has filled for a first run. ``report``
+        gets the share that is done.
         """
-        for size in reversed(self.sizes):
+        for nth, size in enumerate(reversed(self.sizes), 1):
             self._graphs[size] = self._runtime.capture(work_of(size))
+            report(nth / len(self.sizes))
 
     def size_for(self, num_rows: int) -> int | None:
         """Return the smallest recorded size that holds ``num_rows``, ``None`` if there is none."""

@@ -6,12 +6,12 @@ a CPU the same calls have nothing to wait for and copy nothing.
 """
 
 # pyright: reportUnknownMemberType=false
-# (torch does not say which arrays from_numpy takes)
+# (torch does not say what from_numpy takes and numpy returns)
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["CpuRuntime", "CudaRuntime", "DeviceRuntime", "Download", "Event", "Graph", "make_runtime"]
+__all__ = ["CpuRuntime", "CudaRuntime", "DeviceRuntime", "Download", "Event", "Graph", "Staging", "make_runtime"]
 
 T = TypeVar("T")
 
@@ -52,6 +52,13 @@ class Graph(Protocol):
         ...
 
 
+class Staging(NamedTuple):
+    """A block of host memory, for the device and for the host."""
+
+    tensor: torch.Tensor  # [num_bytes] uint8
+    array: npt.NDArray[np.uint8]  # the same memory
+
+
 class DeviceRuntime(ABC):
     """One device and its queue of work. Used by the worker's thread only.
 
@@ -68,15 +75,15 @@ class DeviceRuntime(ABC):
         self.device = device
 
     @abstractmethod
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory [num_bytes] uint8 that the device can copy from on its own."""
+    def staging(self, num_bytes: int) -> Staging:
+        """Return zeroed host memory that the device can copy from on its own."""
 
     @abstractmethod
-    def device_block(self, staging: torch.Tensor) -> torch.Tensor:
+    def device_block(self, staging: Staging) -> torch.Tensor:
         """Return device memory for what is staged in ``staging``; on a CPU that is ``staging`` itself."""
 
     @abstractmethod
-    def copy(self, staging: torch.Tensor, block: torch.Tensor) -> Event:
+    def copy(self, staging: Staging, block: torch.Tensor) -> Event:
         """Queue the copy of ``staging`` to ``block``; return the point after which the host may write there again."""
 
     @abstractmethod
@@ -167,15 +174,16 @@ class CpuRuntime(DeviceRuntime):
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device or torch.device("cpu"))
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Return host memory [num_bytes] uint8."""
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+    def staging(self, num_bytes: int) -> Staging:
+        """Return host memory."""
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        return Staging(memory, memory.numpy())
 
-    def device_block(self, staging: torch.Tensor) -> torch.Tensor:
+    def device_block(self, staging: Staging) -> torch.Tensor:
         """Return ``staging``."""
-        return staging
+        return staging.tensor
 
-    def copy(self, staging: torch.Tensor, block: torch.Tensor) -> Event:
+    def copy(self, staging: Staging, block: torch.Tensor) -> Event:
         """Return at once: the two are one."""
         return DONE
 
@@ -247,17 +255,18 @@ class CudaRuntime(DeviceRuntime):
         self._copies = torch.cuda.Stream(device)
         self._pool: Any = None
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Return pinned memory [num_bytes] uint8."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+    def staging(self, num_bytes: int) -> Staging:
+        """Return pinned memory."""
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return Staging(memory, memory.numpy())
 
-    def device_block(self, staging: torch.Tensor) -> torch.Tensor:
+    def device_block(self, staging: Staging) -> torch.Tensor:
         """Return zeroed device memory of the same size."""
-        return torch.zeros(staging.shape, dtype=torch.uint8, device=self.device)
+        return torch.zeros(staging.tensor.shape, dtype=torch.uint8, device=self.device)
 
-    def copy(self, staging: torch.Tensor, block: torch.Tensor) -> Event:
+    def copy(self, staging: Staging, block: torch.Tensor) -> Event:
         """Queue the copy and return the event after it."""
-        block.copy_(staging, non_blocking=True)
+        block.copy_(staging.tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         return event

@@ -29,8 +29,10 @@ from asyncllm.attention.base import (
     StepField,
     StepLimits,
 )
+from asyncllm.kernels.fused import fused_kernels
 from asyncllm.models.base import ForwardContext, StepModel
 from asyncllm.sampling.columns import SamplingMetadata
+from asyncllm.sampling.device_draw import DeviceDraw
 from asyncllm.sampling.logprobs import LogprobTensors, compute_logprobs
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.rng import uniforms
@@ -187,10 +189,10 @@ class ModelRunner:
         )
         fields = backend.step_fields(limits)
         self._backend_fields = [field.name for field in fields]
-        self._buffers = StepBuffers(runtime, [*_own_fields(limits), *fields])
+        self._buffers = StepBuffers(runtime, [*_own_fields(limits, spec.block_size), *fields])
         self._inputs = self._buffers.device
         self.graphs = DecodeGraphs(runtime, list(graph_sizes) if backend.graphs is not GraphSupport.NONE else [])
-        self.sampler = Sampler(spec.kernels)
+        self.sampler = Sampler(spec.kernels, DeviceDraw(fused_kernels(spec.device), runtime.upload))
         self._stages_uniforms = spec.kernels is None  # kernels that draw make their own
         self._metadata: SamplingMetadata | None = None
         self._metadata_version = -1
@@ -257,10 +259,10 @@ class ModelRunner:
         """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then."""
         return self._forward(len(prepared.batch.positions), prepared.plan)
 
-    def capture_graphs(self) -> None:
-        """Record the decode step of each of the sizes; call it once, after a step of each kind has run."""
+    def capture_graphs(self, report: Callable[[float], None] = lambda fraction: None) -> None:
+        """Record the decode step of each of the sizes, and ``report`` the share that is done."""
         with torch.inference_mode():
-            self.graphs.capture(self._decode_work)
+            self.graphs.capture(self._decode_work, report)
 
     def scrub(self, prepared: PreparedStep, slots: Iterable[int]) -> None:
         """Make the KV blocks that ``slots`` had in this step finite again, for the blocks' next owners."""
@@ -439,8 +441,9 @@ class ModelRunner:
         return found
 
 
-def _own_fields(limits: StepLimits) -> list[StepField]:
+def _own_fields(limits: StepLimits, block_size: int) -> list[StepField]:
     rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    grown = rows + tokens // block_size  # a row of k new tokens begins k // block_size + 1 blocks at most
     return [
         StepField("positions", (tokens,), np.int64),
         StepField("token_places", (tokens,), np.int64),  # of each new token in the flattened batch
@@ -451,8 +454,8 @@ def _own_fields(limits: StepLimits) -> list[StepField]:
         StepField("uniforms", (rows,), np.float64),
         StepField("slots", (rows,), np.int32),
         StepField("seq_lens", (rows,), np.int32),
-        StepField("grown_places", (rows,), np.int64),  # in the flattened block tables
-        StepField("grown_blocks", (rows,), np.int32),
+        StepField("grown_places", (grown,), np.int64),  # in the flattened block tables
+        StepField("grown_blocks", (grown,), np.int32),
     ]
 
 

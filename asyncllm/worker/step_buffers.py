@@ -10,7 +10,7 @@ Invariant: the addresses never change, so a captured graph may read them.
 """
 
 # pyright: reportUnknownMemberType=false
-# (torch does not say what numpy() returns)
+# (torch does not say what from_numpy takes)
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from asyncllm.attention.base import StepField
-    from asyncllm.worker.device_runtime import DeviceRuntime, Event
+    from asyncllm.worker.device_runtime import DeviceRuntime, Event, Staging
 
 __all__ = ["StepBuffers"]
 
@@ -37,12 +37,11 @@ ALIGNMENT = 64
 class Stage:
     """One staging block: its fields, and the point after which it may be written again."""
 
-    def __init__(self, block: torch.Tensor, fields: Sequence[StepField], offsets: Sequence[int]) -> None:
+    def __init__(self, block: Staging, fields: Sequence[StepField], offsets: Sequence[int]) -> None:
         self.block = block
         self.copied: Event = DONE
-        memory: npt.NDArray[np.uint8] = block.numpy()
         self.arrays: dict[str, npt.NDArray[Any]] = {
-            name: memory[begin : begin + size_of(shape, dtype)].view(dtype).reshape(shape)
+            name: block.array[begin : begin + size_of(shape, dtype)].view(dtype).reshape(shape)
             for (name, shape, dtype), begin in zip(fields, offsets, strict=True)
         }
 
@@ -85,4 +84,4 @@ def size_of(shape: tuple[int, ...], dtype: type[np.generic]) -> int:
 
 def torch_dtype(dtype: type[np.generic]) -> torch.dtype:
     """Return torch's name for a dtype of numpy."""
-    return torch.from_numpy(np.empty(0, dtype)).dtype
+    return getattr(torch, np.dtype(dtype).name)

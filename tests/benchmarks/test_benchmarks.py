@@ -95,6 +95,12 @@ def test_ttft_prefix(tiny_llama: Path) -> None:
     assert figures["64"]["cached_tokens"] == 48  # 56 shared ids are three whole blocks of 16
 
 
+def test_async_scheduling(tiny_llama: Path) -> None:
+    arguments = ("--model", tiny_llama, "--streams", 2, "--tokens", 8, "--rounds", 1)
+    figures = run_benchmark("async_scheduling.py", *arguments)["figures"]
+    assert all(figures["streams_2"][mode]["tokens_per_s"] > 0 for mode in ("off", "on"))
+
+
 def test_shared_cores(tiny_llama: Path) -> None:
     figures = run_benchmark("shared_cores.py", "--model", tiny_llama, "--seconds", 0.3, "--streams", 2)["figures"]
     assert set(figures) == {"default", "shared"}

@@ -125,6 +125,36 @@ async def test_calls_into_the_engine(llm: AsyncLLM, check: Check) -> None:
     assert await at_every_await(call, resumed) >= 8
 
 
+async def test_falling_asleep_and_waking_up(llm: AsyncLLM, check: Check) -> None:
+    async def nap() -> None:
+        stream = llm.stream("prompt", max_tokens=4)
+        await anext(stream)
+        await llm.sleep(2)
+        await llm.wake_up()
+        assert (await stream.completion()).text == "abcd"
+
+    async def awake() -> None:
+        await llm.wake_up()
+        await check()
+
+    assert await at_every_await(nap, awake) >= 3
+
+
+async def test_waiting_for_an_engine_that_sleeps(llm: AsyncLLM, check: Check) -> None:
+    async def wait() -> None:
+        await llm.sleep()
+        async with anyio.create_task_group() as group:
+            group.start_soon(llm.generate, "prompt")
+            await llm.stats()
+            await llm.wake_up()
+
+    async def awake() -> None:
+        await llm.wake_up()
+        await check()
+
+    assert await at_every_await(wait, awake) >= 3
+
+
 async def test_abort(llm: AsyncLLM, check: Check) -> None:
     async def abort() -> None:
         stream = llm.stream("prompt", request_id="x", **ENDLESS)

@@ -46,6 +46,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "the reference backend": {**ROOMY, "attention_backend": "reference"},
     "two threads": {**ROOMY, "num_threads": 2},
+    "overlapped": {**ROOMY, "async_scheduling": True},
+    "overlapped in chunks of 7": {**ROOMY, "async_scheduling": True, "max_num_batched_tokens": 7},
+    "overlapped, three at a time": {**ROOMY, "async_scheduling": True, "max_num_seqs": 3},
+    "overlapped under forced preemption": {"async_scheduling": True, "num_blocks": 9},
+    "overlapped under forced preemption without a cache": {
+        "async_scheduling": True,
+        "num_blocks": 9,
+        "enable_prefix_caching": False,
+    },
+    "overlapped on torch": {**ROOMY, "async_scheduling": True, "attention_backend": "cpu"},
 }
 
 

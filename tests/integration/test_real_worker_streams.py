@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from asyncllm import AsyncLLM, Completion, FinishReason
-from asyncllm.errors import PromptTooLongError
+from asyncllm.errors import PromptTooLongError, UsageError
 from asyncllm.testing import EOS
 from tests.support import models
 from tests.support.scripted import assert_settled
@@ -28,9 +28,11 @@ LOGPROB_TOLERANCE = 1e-4
 """Natural logs in float32, sums in another order; the largest difference seen is 1e-5."""
 
 
-@pytest.fixture(scope="module")
-async def module_llm(anyio_backend: Any, tiny_llama: Path) -> AsyncIterator[AsyncLLM]:
-    async with AsyncLLM(tiny_llama, num_threads=1, num_blocks=512, max_num_batched_tokens=BUDGET) as llm:
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapped"])
+async def module_llm(anyio_backend: Any, tiny_llama: Path, request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
+    options = {"num_threads": 1, "num_blocks": 512, "max_num_batched_tokens": BUDGET}
+    async with AsyncLLM(tiny_llama, async_scheduling=request.param, **options) as llm:
+        assert llm.info.async_scheduling == request.param
         yield llm
 
 
@@ -106,13 +108,47 @@ async def test_b103_seeds_tell_requests_apart_and_allowed_ids_force_them(llm: As
 
 async def test_b63_a_reset_in_the_middle_does_not_change_the_text(llm: AsyncLLM, tiny_llama: Path) -> None:
     (prompt,) = prompts(1, seed=63)
-    stream = llm.stream(prompt, max_tokens=100, temperature=0.0, ignore_eos=True)
+    stream = llm.stream(prompt, max_tokens=400, temperature=0.0, ignore_eos=True)
     for _ in range(10):
         await anext(stream)
     assert await llm.reset_prefix_cache(reset_running=True)
     completion = await stream.completion()
-    assert completion.token_ids == models.greedy(tiny_llama, prompt, 100)
+    assert completion.token_ids == models.greedy(tiny_llama, prompt, 400)
     assert completion.usage.num_preemptions == 1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_sleep_in_the_middle_does_not_change_the_tokens(llm: AsyncLLM, tiny_llama: Path, level: int) -> None:
+    asked = prompts(9, seed=level)
+    streams = [llm.stream(prompt, max_tokens=60, temperature=0.0, ignore_eos=True) for prompt in asked[:8]]
+    seeded = llm.stream(asked[8], max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
+    for stream in (*streams, seeded):
+        await anext(stream)
+    await llm.sleep(level)
+    stats = await llm.stats()
+    late = llm.stream(asked[0], max_tokens=20, temperature=0.0, ignore_eos=True)
+    assert stats.is_sleeping
+    assert (stats.num_running, stats.num_free_blocks) == (0, llm.info.num_blocks)
+    assert (await llm.stats()).num_steps == stats.num_steps
+    await llm.wake_up()
+    found = [(await stream.completion()).token_ids for stream in streams]
+    assert found == [models.greedy(tiny_llama, prompt, 60) for prompt in asked[:8]]
+    assert (await late.completion()).token_ids == found[0][:20]
+    again = await llm.generate(asked[8], max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
+    assert (await seeded.completion()).token_ids == again.token_ids
+
+
+async def test_sleep_and_wake_up_are_idempotent_and_a_bad_level_is_told(llm: AsyncLLM) -> None:
+    await llm.wake_up()
+    with pytest.raises(UsageError, match="level is 0"):
+        await llm.sleep(0)
+    for level in (1, 1, 2, 1):
+        await llm.sleep(level)
+        assert await llm.reset_prefix_cache()
+        await llm.check_health()
+    await llm.wake_up()
+    await llm.wake_up()
+    assert (await llm.generate("prompt", max_tokens=3)).token_ids
 
 
 # ------------------------------------------------------------------------------------------------------------ logprobs

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch
+from asyncllm.attention.base import AttentionBackend, AttentionSpec, DeviceBatch, FlatBatch, StepField, StepLimits
 
 
 def make_spec(
@@ -56,12 +56,38 @@ def make_batch(
     )
 
 
+def put_on_device(batch: FlatBatch, fields: Sequence[StepField], *, rows: int = 0, tokens: int = 0) -> None:
+    """Give ``batch`` what the runner gives a backend that needs a device batch, padded to ``rows`` and ``tokens``.
+
+    The arrays are shared with the host's, as if the step's copy had been made; block tables lie in reverse order.
+    """
+    num_rows, num_tokens = len(batch.seq_lens), len(batch.positions)
+    more_rows, more_tokens = max(rows - num_rows, 0), max(tokens - num_tokens, 0)
+    batch.fields = {field.name: np.full(field.shape, 12345, field.dtype) for field in fields}
+
+    def padded(values: Any, more: int, by: int) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([values, np.full(more, by, values.dtype)]))
+
+    batch.device = DeviceBatch(
+        slots=padded(np.arange(num_rows, 0, -1).astype(np.int32), more_rows, 0),
+        query_start=padded(batch.query_start, more_rows, num_tokens),
+        seq_lens=padded(batch.seq_lens, more_rows, 0),
+        slot_mapping=padded(batch.slot_mapping, more_tokens, -1),
+        positions=padded(batch.positions, more_tokens, 0),
+        block_tables=torch.from_numpy(np.concatenate([np.zeros_like(batch.block_table[:1]), batch.block_table[::-1]])),
+        fields={name: torch.from_numpy(array) for name, array in batch.fields.items()},
+    )
+
+
 class PagedRows:
     """Rows with random keys and values, their blocks scattered at random; runs any part of them on a backend."""
 
-    def __init__(self, spec: AttentionSpec, seq_lens: Sequence[int], *, seed: int = 0) -> None:
+    def __init__(
+        self, spec: AttentionSpec, seq_lens: Sequence[int], *, seed: int = 0, limits: StepLimits | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.spec = spec
+        self.limits = limits or StepLimits(max_num_seqs=16, max_num_batched_tokens=1024, max_model_len=4096)
         self.seq_lens = list(seq_lens)
 
         def random(heads: int) -> list[torch.Tensor]:
@@ -80,6 +106,19 @@ class PagedRows:
             self.blocks.append(ids[:count])
             del ids[:count]
 
+    def plan(self, backend: AttentionBackend, parts: Sequence[tuple[int, int, int]], *, padding: int = 0) -> Any:
+        """Return the backend's plan of one step, of tokens ``begin … end`` of ``row`` for each of ``parts``."""
+        batch = make_batch(
+            [end - begin for _, begin, end in parts],
+            [end for _, _, end in parts],
+            [self.blocks[row] for row, _, _ in parts],
+            self.spec.block_size,
+        )
+        if backend.needs_device_batch:
+            fields = backend.step_fields(self.limits)
+            put_on_device(batch, fields, rows=len(parts) + padding, tokens=len(batch.positions) + padding)
+        return backend.plan(batch)
+
     def run(
         self,
         backend: AttentionBackend,
@@ -88,19 +127,37 @@ class PagedRows:
         *,
         scale: float = 0.3,
         window: int | None = None,
+        padding: int = 0,
     ) -> list[torch.Tensor]:
-        """Run tokens ``begin … end`` of ``row`` for each of ``parts`` in one step; return each part's result."""
-        batch = make_batch(
-            [end - begin for _, begin, end in parts],
-            [end for _, _, end in parts],
-            [self.blocks[row] for row, _, _ in parts],
-            self.spec.block_size,
-        )
+        """Run tokens ``begin … end`` of ``row`` for each of ``parts`` in one step; return each part's result.
+
+        ``padding``: rows and tokens more that are computed, as under a captured graph.
+        """
 
         def gather(rows: list[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([rows[row][begin:end] for row, begin, end in parts])
+            part = torch.cat([rows[row][begin:end] for row, begin, end in parts])
+            return torch.cat([part, part.new_full((padding, *part.shape[1:]), torch.nan)])
 
-        plan = backend.plan(batch)
+        plan = self.plan(backend, parts, padding=padding)
+        backend.prepare(plan)
         backend.write_kv(gather(self.keys), gather(self.values), cache, plan)
         out = backend.forward(gather(self.queries), cache, plan, scale=scale, window=window)
-        return list(out.split([end - begin for _, begin, end in parts]))
+        lens = [end - begin for _, begin, end in parts]
+        return list(out[: sum(lens)].split(lens))
+
+
+def exact(
+    rows: PagedRows, row: int, *, scale: float = 0.3, window: int | None = None, softcap: float = 0.0
+) -> torch.Tensor:
+    """Return causal attention of all tokens of ``row`` in float64, [L, H * D]."""
+    query, key, value = (part[row].double() for part in (rows.queries, rows.keys, rows.values))
+    group = rows.spec.num_heads // rows.spec.num_kv_heads
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    place = torch.arange(len(query))
+    hidden = place[None, :] > place[:, None]
+    if window is not None:
+        hidden |= place[None, :] <= place[:, None] - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value).flatten(1)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from asyncllm.worker.device_runtime import DONE, CpuRuntime, Download, Event, Graph
+from asyncllm.worker.device_runtime import DONE, CpuRuntime, Download, Event, Graph, Staging
 
 T = TypeVar("T")
 
@@ -88,13 +88,13 @@ class EmulatedRuntime(CpuRuntime):
         self.num_copies = self.num_uploads = self.num_replays = 0
         self.graphs: list[RecordedGraph] = []
 
-    def device_block(self, staging: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(staging, POISON)
+    def device_block(self, staging: Staging) -> torch.Tensor:
+        return torch.full_like(staging.tensor, POISON)
 
-    def copy(self, staging: torch.Tensor, block: torch.Tensor) -> Event:
+    def copy(self, staging: Staging, block: torch.Tensor) -> Event:
         self.num_copies += 1
-        block.copy_(staging)
-        staging.fill_(POISON)
+        block.copy_(staging.tensor)
+        staging.tensor.fill_(POISON)
         return DONE
 
     def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:

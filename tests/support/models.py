@@ -64,6 +64,23 @@ def write_tiny_gemma3(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     return _write(folder, Gemma3ForCausalLM, Gemma3TextConfig(**_with_tokens(options | overrides)), seed)
 
 
+def write_tiny_qwen3(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random Qwen 3 of two layers, which normalises query and key heads, and return ``folder``."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    options: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+    return _write(folder, Qwen3ForCausalLM, Qwen3Config(**_with_tokens(options | overrides)), seed)
+
+
 def _with_tokens(options: dict[str, Any]) -> dict[str, Any]:
     from asyncllm.testing import BOS, EOS, TINY_VOCAB_SIZE
 

@@ -18,9 +18,11 @@ from asyncllm.wire.messages import EngineSampling, LogprobRows
 from asyncllm.wire.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from asyncllm.worker.device_runtime import CpuRuntime
 from asyncllm.worker.model_runner import ModelRunner
+from tests.support.emulated_device import EmulatedRuntime
 
 VOCAB = 97
 PADDED_VOCAB = 104
+GRAPH_SIZES = [1, 2, 4]  # of up to 8 rows: larger decode steps run without a graph
 POISON = 96  # a token whose embedding is not finite
 
 
@@ -72,7 +74,8 @@ def make_runner(
     backend: str = "reference",
     eos_token_ids: tuple[int, ...] = (0,),
 ) -> ModelRunner:
-    model = TinyModel()
+    """Return a runner of the tiny model; backend ``device``: as on a GPU, with Triton kernels and recorded graphs."""
+    model, on_device = TinyModel(), backend == "device"
     spec = AttentionSpec(
         num_layers=model.num_layers,
         num_heads=model.num_heads,
@@ -82,18 +85,21 @@ def make_runner(
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    chosen = choose_backend(backend, spec, ())
-    return ModelRunner(
+    chosen = choose_backend("triton" if on_device else backend, spec, ())
+    runner = ModelRunner(
         model,
         chosen,
         chosen.allocate(num_blocks + 1),
-        CpuRuntime(),
+        EmulatedRuntime() if on_device else CpuRuntime(),
         max_num_seqs=num_slots,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         eos_token_ids=eos_token_ids,
+        graph_sizes=GRAPH_SIZES if on_device else [],
     )
+    runner.capture_graphs()
+    return runner
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 
 from asyncllm.kernels.base import Kernels
 from asyncllm.sampling.columns import SamplingColumns
+from asyncllm.sampling.device_draw import DeviceDraw
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
 from asyncllm.wire.messages import EngineSampling, RareSampling
@@ -30,6 +31,7 @@ def sample(
     positions: Sequence[int] | None = None,
     eos_token_ids: tuple[int, ...] = (2,),
     kernels: Kernels | None = None,
+    device_draw: DeviceDraw | None = None,
 ) -> SamplerOutput:
     """Sample one token per row; ``histories`` are (prompt, output) ids, ``positions`` stand for outputs of that length.
 
@@ -50,4 +52,4 @@ def sample(
         tokens[slot, : len(prompt) + len(output)] = [*prompt, *output]
     history = TokenHistory(torch.from_numpy(tokens), slots, prompt_lens, prompt_lens + output_lens)
     with torch.inference_mode():
-        return Sampler(kernels).sample(logits.clone(), columns.select(slots), history)
+        return Sampler(kernels, device_draw).sample(logits.clone(), columns.select(slots), history)

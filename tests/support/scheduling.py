@@ -1,9 +1,9 @@
 """A worker without a model, and a scheduler joined to it.
 
 The fake worker keeps KV memory: at each position it stores a fingerprint of the whole prefix up to there. It verifies
-what it reads through the block tables against the tokens it was told, so a wrong block, a block given away too early or
-a stale one fails at once. A token is a function of the tokens before it, so each output has one right answer:
-:func:`solo_output`.
+what it reads through the block tables against the tokens it was told, so a wrong block or a stale one fails at once,
+and so does a block that is given away while a step that uses it is in the air. A token is a function of the tokens
+before it, so each output has one right answer: :func:`solo_output`. A failing row writes garbage; its readers draw it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 
 EOS = 2
 VOCABULARY = 97
+GARBAGE = 9
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -61,13 +62,15 @@ class FakeWorker:
         self.forced: dict[int, list[int]] = {}  # request id → tokens to emit by output position, instead of the model's
         self.failing: dict[int, str] = {}  # request id → why its row fails
         self.num_computed_tokens = 0
+        self.num_drawn = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.apply(step)
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
             row = self.rows[slot]
             for position in range(row.num_computed_tokens, row.num_computed_tokens + count):
-                self.memory[self.place(row, position)] = tuple(row.token_ids[: position + 1])
+                fails = row.request_id in self.failing
+                self.memory[self.place(row, position)] = () if fails else tuple(row.token_ids[: position + 1])
         output = ModelRunnerOutput(step.step_id, [])
         for slot, count in zip(step.slots, step.num_scheduled_tokens, strict=True):
             self.finish_row(slot, self.rows[slot], count, output)
@@ -97,16 +100,21 @@ class FakeWorker:
         row.num_computed_tokens = end = start + count
         self.num_computed_tokens += count
         assert end <= len(row.token_ids), "scheduled beyond the known tokens"
+        is_garbled = False
         for position in range(end):
             held = self.memory[self.place(row, position)]
-            assert held == tuple(row.token_ids[: position + 1]), f"wrong KV at position {position} of {row.request_id}"
+            is_garbled |= not held
+            right = tuple(row.token_ids[: position + 1])
+            assert not held or held == right, f"wrong KV at position {position} of {row.request_id}"
         if row.sampling.prompt_logprobs >= 0 and start < row.num_prompt_tokens - 1:
             positions = range(start + 1, min(end, row.num_prompt_tokens - 1) + 1)
             output.prompt_logprobs[slot] = logprob_rows(row.token_ids, positions, row.sampling.prompt_logprobs)
         if row.request_id in self.failing:
             output.failed[slot] = self.failing[row.request_id]
+            row.token_ids += [GARBAGE] * (end == len(row.token_ids))  # something is drawn for the next step
         elif end == len(row.token_ids):
-            token_id = self.sample(row)
+            token_id = GARBAGE if is_garbled else self.sample(row)
+            self.num_drawn += 1
             row.token_ids.append(token_id)
             output.token_ids.append(token_id)
             if row.sampling.logprobs >= 0:
@@ -155,7 +163,7 @@ class Engine:
         )
         seats, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         self.worker = FakeWorker(num_blocks, block_size, seats, budget)
-        self.in_air: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.in_air: deque[tuple[SchedulerOutput, ModelRunnerOutput, set[int]]] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishedRequest] = {}
         self.logprobs: dict[int, LogprobRows] = {}
@@ -188,11 +196,23 @@ class Engine:
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if step is not None:
-            self.in_air.append((step, self.worker.execute(step)))
+            self.check_owners(step)
+            output = self.worker.execute(step)
+            used = {block_id for slot in step.slots for block_id in self.worker.rows[slot].block_ids}
+            self.in_air.append((step, output, used))
         return step
 
+    def check_owners(self, step: SchedulerOutput) -> None:
+        """Verify that no block that is given out in ``step`` is used by a step in the air."""
+        block_size = self.worker.block_size
+        given = {block_id for block_ids in step.block_ids for block_id in block_ids}
+        for new in step.new_requests:
+            given |= set(new.block_ids[new.num_computed_tokens // block_size :])
+        assert all(given.isdisjoint(used) for _, _, used in self.in_air), "a block is given away too early"
+
     def land(self) -> EngineCoreOutputs:
-        outputs = self.scheduler.update_from_output(*self.in_air.popleft())
+        step, output, _ = self.in_air.popleft()
+        outputs = self.scheduler.update_from_output(step, output)
         self.scheduler.check_integrity()
         self.receive(outputs)
         return outputs
@@ -220,13 +240,16 @@ class Engine:
                 kept.logprobs += rows.logprobs
                 kept.ranks += rows.ranks
 
-    def run(self, max_steps: int = 10_000) -> int:
-        """Step until nothing is left to do, and return the number of steps."""
+    def run(self, max_steps: int = 10_000, depth: int = 1) -> int:
+        """Step until nothing is left to do, ``depth`` steps in the air at most, and return the number of steps."""
         for count in range(max_steps):
             self.receive(self.scheduler.take_outputs())
-            if not self.scheduler.has_work():
+            while len(self.in_air) < depth and self.launch() is not None:
+                pass
+            if self.in_air:
+                self.land()
+            elif not self.scheduler.has_work():
                 return count
-            self.step()
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.requests}")
 
     def scheduled(self, step: SchedulerOutput) -> dict[int, int]:

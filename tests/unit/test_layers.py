@@ -42,7 +42,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "core": (BASE, {"msgspec", "zmq"}),
     "executor": (BASE | {"platforms"}, {"msgspec"}),
     "platforms": (BASE, {"msgspec", "torch", "psutil"}),
-    "kernels": (BASE, {"torch", "numpy"}),
+    "kernels": (BASE, {"torch", "numpy", "triton"}),
     "attention": (BASE | {"kernels"}, {"torch", "numpy"}),
     "layers": (BASE | {"attention", "kernels"}, {"torch", "numpy"}),
     "loader": (BASE | {"checkpoint", "kernels"}, {"torch", "numpy", "safetensors"}),

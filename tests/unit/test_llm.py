@@ -164,6 +164,60 @@ def test_calls_into_the_engine(llm: LLM) -> None:
         llm.collective_rpc("fail", "on purpose")
 
 
+def test_while_it_sleeps_calls_of_threads_wait_and_then_get_the_same_tokens(llm: LLM) -> None:
+    llm.collective_rpc("set_script", {"tokens": LETTERS, "step_ms": 2})
+    done: list[Any] = []
+
+    def generate() -> None:
+        done.extend(llm.generate(["a", "b"], max_tokens=60))
+
+    threads = [threading.Thread(target=generate)]
+    threads[0].start()
+    while llm.stats().num_generated_tokens < 6:
+        time.sleep(0.001)
+    llm.sleep()
+    llm.sleep()
+    threads.append(threading.Thread(target=generate))
+    threads[1].start()
+    while llm.stats().num_waiting < 4:
+        time.sleep(0.001)
+    num_steps = llm.stats().num_steps
+    assert llm.stats().is_sleeping
+    llm.sleep(2)
+    assert llm.stats().num_steps == num_steps
+    assert not done
+    llm.wake_up()
+    llm.wake_up()
+    for thread in threads:
+        thread.join(20)
+    assert [completion.token_ids for completion in done] == [[97 + i % len(LETTERS) for i in range(60)]] * 4
+    assert settled(llm)
+    assert not llm.stats().is_sleeping
+
+
+def test_without_another_thread_nothing_could_wake_it_up(llm: LLM) -> None:
+    llm.sleep()
+    with pytest.raises(UsageError, match=r"call wake_up\(\) first"):
+        llm.generate("a", max_tokens=3)
+    assert settled(llm)
+    with pytest.raises(UsageError, match=r"level is 3; sleep\(\) takes level 1 or 2"):
+        llm.sleep(3)
+    llm.wake_up()
+    assert llm.generate("a", max_tokens=3)[0].text == "abc"
+
+
+def test_it_can_be_closed_while_it_sleeps_and_a_thread_waits(llm: LLM) -> None:
+    done: list[Any] = []
+    llm.sleep()
+    thread = threading.Thread(target=lambda: done.extend(llm.generate("a", max_tokens=3)))
+    thread.start()
+    while not llm.stats().num_waiting:
+        time.sleep(0.001)
+    llm.close()
+    thread.join(10)
+    assert done[0].finish_reason is FinishReason.ABORT
+
+
 def test_the_death_of_the_engine_is_raised(llm: LLM) -> None:
     llm.collective_rpc("set_script", {"tokens": LETTERS, "fail_at_step": 3})
     with pytest.raises(EngineDeadError) as caught:
@@ -266,6 +320,35 @@ def test_death_is_told_to_each_request_then_raised(engine: LLMEngine) -> None:
             outputs += engine.step()
     assert [type(output.error) for output in outputs if output.finished] == [EngineDeadError]
     assert "".join(delta.text for output in outputs for delta in output.deltas) == "a"
+
+
+def test_no_step_comes_while_it_sleeps_and_what_came_before_is_returned_first(engine: LLMEngine) -> None:
+    engine.add_request("prompt", max_tokens=10, request_id="x")
+    texts = [delta.text for output in engine.step() for delta in output.deltas]
+    engine.sleep()
+    with pytest.raises(UsageError, match=r"no step comes before wake_up\(\)"):
+        while True:
+            texts += [delta.text for output in engine.step() for delta in output.deltas]
+    engine.abort_request(engine.add_request("prompt"))
+    assert engine.step()
+    assert engine.stats().is_sleeping
+    engine.wake_up()
+    while engine.has_unfinished_requests():
+        texts += [delta.text for output in engine.step() for delta in output.deltas]
+    assert "".join(texts) == "abcdefghij"
+    engine.sleep(2)
+    assert engine.step() == []
+
+
+def test_what_is_refused_while_it_sleeps_is_answered_at_once(engine: LLMEngine) -> None:
+    engine.sleep()
+    engine.abort_request("unknown")
+    engine.add_request("prompt", max_tokens=3, request_id="x")
+    engine._session.client.finish_requests([1])
+    engine.stats()
+    (output,) = engine.step()
+    assert output.completion is not None
+    assert output.completion.finish_reason is FinishReason.ABORT
 
 
 def test_calls_of_the_engine(engine: LLMEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from gguf.quants import quantize
 
 from asyncllm import __main__ as cli
 from asyncllm.testing import SCRIPTED_EXECUTOR, write_tiny_checkpoint
+from tests.support.frontend import engine_info
 from tests.support.gguf_files import llama_tensors, write_gguf
 from tests.support.scripted import LETTERS
 
@@ -135,7 +137,37 @@ def test_info_with_a_started_engine(model: list[str], capsys: pytest.CaptureFixt
     assert cli.main(["info", *model, "--start"]) == 0
     out = capsys.readouterr().out
     assert "4096 of 16 tokens" in out
+    assert "  steps overlap    no\n" in out
     assert "start-up, seconds" in out
+
+
+def test_info_explains_what_a_real_worker_has_chosen(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-o", "attention_backend=cpu", "-o", "num_threads=1", "-o", "num_blocks=64"]
+    assert cli.main(["info", str(tiny_llama), "--start", *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"device +cpu \(attention_backend is 'cpu'\)\n", out)
+    assert re.search(r"not native +the native kernels are not in use\n", out)
+    assert re.search(r"not reference +attention_backend='cpu' was asked for\n", out)
+    assert re.search(r"CUDA graphs +none\n", out)
+    assert re.search(r"memory, MiB\n( +.+ +\d+\n)* +KV blocks +1\n", out)
+
+
+def test_info_shows_a_gpu_its_graphs_and_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    info = engine_info(
+        device="cuda:0",
+        device_reason="NVIDIA H200",
+        attention_backend="triton",
+        other_backends={"flash_attn": "the package flash_attn is not installed"},
+        graph_sizes=[1, 2, 4, 8],
+        memory_plan={"device": 3 << 20, "weights": 2 << 20},
+        phase_to_seconds={"load_model": 1.0},
+    )
+    cli._show_engine(info)
+    out = capsys.readouterr().out
+    assert re.search(r"device +cuda:0 \(NVIDIA H200\)\n", out)
+    assert re.search(r"not flash_attn +the package flash_attn is not installed\n", out)
+    assert re.search(r"CUDA graphs +of 4 sizes, up to 8 rows\n", out)
+    assert out.count("MiB\n  device   3\n  weights  2\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -15,23 +15,10 @@ from asyncllm.attention.cpu import CpuAttention
 from asyncllm.attention.native import NativeAttention
 from asyncllm.attention.reference import ReferenceAttention
 from asyncllm.kernels.base import Batch, KvShape
-from tests.support.attention import PagedRows, make_spec
+from tests.support.attention import PagedRows, exact, make_spec
 from tests.support.kernels import native_kernels
 
 BACKENDS = [ReferenceAttention, CpuAttention]
-
-
-def exact(rows: PagedRows, row: int, *, scale: float = 0.3, window: int | None = None) -> torch.Tensor:
-    """Return causal attention of all tokens of ``row`` in float64, [L, H * D]."""
-    query, key, value = (part[row].double() for part in (rows.queries, rows.keys, rows.values))
-    group = rows.spec.num_heads // rows.spec.num_kv_heads
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    place = torch.arange(len(query))
-    hidden = place[None, :] > place[:, None]
-    if window is not None:
-        hidden |= place[None, :] <= place[:, None] - window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value).flatten(1)
 
 
 def check(

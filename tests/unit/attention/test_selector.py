@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.attention.selector import choose_backend
+from asyncllm.attention.selector import choose_backend, why_others_were_not
 from asyncllm.errors import ConfigError
 from tests.support.attention import make_spec
 
@@ -27,6 +27,14 @@ def test_a_named_backend_that_cannot_is_refused() -> None:
         choose_backend("cpu", make_spec(heads=3, kv_heads=2), ("cpu", "reference"))
 
 
+def test_why_the_others_were_not_taken() -> None:
+    order = ("native", "cpu", "reference")
+    native = {"native": "the native kernels are not in use"}
+    assert why_others_were_not("cpu", "auto", make_spec(), order) == native | {"reference": "cpu comes first"}
+    asked = "attention_backend='reference' was asked for"
+    assert why_others_were_not("reference", "reference", make_spec(), order) == native | {"cpu": asked}
+
+
 @pytest.mark.parametrize("name", ["auto", "cpu", "reference"])
 def test_int8_keys_and_values_are_refused_in_torch_with_what_helps(name: str) -> None:
     with pytest.raises(ConfigError, match=r"needs the native kernels .*; torch stores float32, bfloat16 or float16"):
@@ -34,7 +42,7 @@ def test_int8_keys_and_values_are_refused_in_torch_with_what_helps(name: str) ->
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'auto', 'cpu', 'native', 'reference'") as caught:
+    with pytest.raises(ConfigError, match="'auto', 'cpu', 'native', 'reference', 'triton'") as caught:
         choose_backend("cuda", make_spec(), ("cpu",))
     assert caught.value.parameter == "attention_backend"
     assert caught.value.value == "cuda"

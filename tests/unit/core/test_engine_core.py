@@ -10,7 +10,7 @@ import pytest
 
 from asyncllm.config import EngineConfig
 from asyncllm.core.engine_core import UTILITIES, EngineCore
-from asyncllm.errors import UtilityError
+from asyncllm.errors import UsageError, UtilityError
 from asyncllm.testing import ScriptedExecutor
 from asyncllm.wire.messages import AbortRequests, EngineFinishReason, FinishRequests, ParkRequests
 from tests.support.engines import add_outputs, request, scripted_config
@@ -157,6 +157,101 @@ def test_shutdown_cancels_drains(tmp_path: Path) -> None:
     core.shutdown()
     core.shutdown()
     assert drain.cancelled()
+
+
+def test_asleep_no_step_runs_and_requests_go_on_later(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    core.apply(request(1, max_tokens=5))
+    outputs = core.step()
+    assert outputs is not None
+    tokens: dict[int, list[int]] = {}
+    add_outputs(tokens, outputs)
+    core.call("sleep", [])
+    core.apply(request(2, max_tokens=2))
+    assert not core.has_work()
+    assert core.step() is None
+    stats = core.stats()
+    assert stats.is_sleeping
+    assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (0, 2, 1)
+    core.call("sleep", [2])
+    core.call("wake_up", [])
+    core.call("wake_up", [])
+    assert not core.stats().is_sleeping
+    for request_id, more in run(core).items():
+        tokens.setdefault(request_id, []).extend(more)
+    other = make_core(tmp_path)
+    other.apply(request(1, max_tokens=5))
+    other.apply(request(2, max_tokens=2))
+    assert tokens == run(other)
+    core.scheduler.check_integrity()
+
+
+def test_what_is_ended_while_it_sleeps_is_answered_then(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    core.apply(request(1, max_tokens=5))
+    core.apply(request(2, max_tokens=5))
+    core.step()
+    core.sleep()
+    core.apply(AbortRequests([1]))
+    core.apply(FinishRequests([2]))
+    outputs = core.step()
+    assert outputs is not None
+    assert [(row.request_id, row.reason) for row in outputs.finished] == [(2, EngineFinishReason.ABORT)]
+    core.wake_up()
+    assert core.step() is None
+
+
+def test_a_pause_outlasts_the_sleep(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    core.apply(request(1))
+    core.pause()
+    core.sleep()
+    core.wake_up()
+    assert core.step() is None
+    core.resume()
+    assert len(run(core)[1]) == 4
+
+
+@pytest.mark.parametrize("level", [0, 3, -1, True, "1", None, [1], 1.5])
+def test_a_level_that_is_none_is_refused(tmp_path: Path, level: Any) -> None:
+    core = make_core(tmp_path)
+    with pytest.raises(UsageError, match=r"level is .*; sleep\(\) takes level 1 or 2"):
+        core.call("sleep", [level])
+    assert not core.stats().is_sleeping
+
+
+def test_workers_that_cannot_sleep_or_wake_up_leave_the_engine_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(tmp_path)
+    core.apply(request(1))
+    core.step()
+
+    def fail(method: str, args: Any = (), kwargs: Any = None) -> list[Any]:
+        raise MemoryError(method)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor, "collective_rpc", fail)
+        with pytest.raises(MemoryError, match="sleep"):
+            core.sleep()
+    assert core.has_work()
+    core.step()
+    core.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor, "collective_rpc", fail)
+        with pytest.raises(MemoryError, match="wake_up"):
+            core.wake_up()
+    assert core.stats().is_sleeping
+    core.wake_up()
+    assert run(core)[1]
+
+
+def test_a_scheduler_with_running_requests_cannot_fall_asleep(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    core.apply(request(1))
+    core.step()
+    with pytest.raises(UsageError, match="hold slots"):
+        core.scheduler.fall_asleep()
 
 
 def test_profile_of_every_worker_in_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

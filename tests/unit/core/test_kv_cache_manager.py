@@ -122,12 +122,12 @@ def test_b84_prompt_logprobs_write_the_cache_but_do_not_read_it():
     assert c.num_computed_tokens == 48
 
 
-def test_b86_reset_needs_all_blocks_free():
+@pytest.mark.parametrize("after_step", [None, 7], ids=["free", "leaving"])
+def test_b86_reset_forgets_all_prefixes(after_step: int | None):
     kv = manager()
     a = admit(kv, request(COMMON))
-    assert not kv.reset_prefix_cache()
-    kv.free(a)
-    assert kv.reset_prefix_cache()
+    kv.free(a, after_step)
+    kv.reset_prefix_cache()
     assert kv.pool.num_cached_blocks == 0
     again = request(COMMON)
     assert kv.allocate(again)
@@ -152,6 +152,59 @@ def test_a_hit_leaves_a_token_to_compute_and_writes_no_shared_block(num_tokens: 
     assert kv.allocate(one)
     assert one.num_computed_tokens == num_hit
     assert all(kv.pool.ref_count(block_id) == 1 for block_id in one.block_ids[num_hit // 16 :])
+
+
+def test_blocks_leave_until_their_step_has_ended_and_can_be_found_meanwhile():
+    kv = manager(6)
+    a, b = admit(kv, request([*COMMON, 1])), admit(kv, request([9, 9]))
+    kv.free(a, after_step=4)
+    kv.free(b, after_step=5)
+    assert (a.block_ids, kv.pool.num_free_blocks, kv.num_leaving_blocks()) == ([], 1, 5)
+    kv.check_integrity([])
+    c = request([*COMMON, 2])
+    assert kv.allocate(c)
+    assert (c.num_computed_tokens, kv.num_leaving_blocks()) == (48, 2)  # two of a's three and c's own are not free then
+    kv.step_ended(4)
+    assert (kv.pool.num_free_blocks, kv.num_leaving_blocks()) == (1, 1)
+    kv.step_ended(5)
+    assert (kv.pool.num_free_blocks, kv.num_leaving_blocks()) == (2, 0)
+    kv.check_integrity([c])
+
+
+def test_what_will_fit_counts_each_leaving_block_once():
+    kv = manager(5)
+    a = admit(kv, request([*COMMON, 1]))
+    kv.free(a, after_step=0)
+    one = request([*COMMON, *range(33)])  # three found, which are leaving, and three more
+    assert not kv.allocate(one)
+    assert not kv.will_fit(one, headroom=0)
+    assert kv.will_fit(request([*COMMON, *range(32)]), headroom=0)
+    assert not kv.will_fit(request([*COMMON, *range(32)]), headroom=1)
+
+
+def test_a_block_is_entered_only_when_its_ids_are_known():
+    kv = manager()
+    one = request(COMMON[:31])
+    assert kv.allocate(one)
+    one.num_computed_tokens = 32  # the last one is on its way, and computed with
+    kv.cache_full_blocks(one)
+    assert kv.pool.num_cached_blocks == 1
+    one.token_ids.append(7)
+    kv.cache_full_blocks(one)
+    assert kv.pool.num_cached_blocks == 2
+
+
+def test_what_is_invalid_is_not_found_and_its_readers_are_known():
+    kv = manager()
+    a = admit(kv, request(COMMON))
+    b, c = admit(kv, request([*COMMON, 1])), admit(kv, request([9] * 17))
+    kv.free(a, after_step=0)
+    assert kv.invalidate(a) == {1, 2, 3}
+    assert kv.readers_of({1, 2, 3}, [b, c]) == [b, a]
+    kv.free(b)
+    again = request([*COMMON, 1])
+    assert kv.allocate(again)
+    assert again.num_computed_tokens == 0
 
 
 def test_headroom_is_left_free():

@@ -1,7 +1,7 @@
 """Anything that may happen, in any order: the scheduler keeps its invariants and every output is the right one.
 
 The fake worker verifies all KV it reads, :meth:`Engine.launch` and :meth:`Engine.land` call ``check_integrity`` each
-time, and up to two steps are in the air.
+time, and up to three steps are in the air: every output is what a model without any overlap gives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from asyncllm.wire.messages import EngineFinishReason
-from tests.support.scheduling import Engine, solo_output
+from tests.support.scheduling import EOS, Engine, solo_output
 
 PREFIXES = [[], [7] * 4, [7] * 9, [7] * 8 + [8] * 8]
 
@@ -31,7 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.booleans(),
         poor_hash=st.booleans(),
-        depth=st.integers(1, 2),
+        depth=st.integers(1, 3),
     )
     def start(
         self,
@@ -57,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **options,
         )
         self.depth = depth
-        self.prompts: dict[int, tuple[list[int], int]] = {}
+        self.prompts: dict[int, tuple[list[int], int, int]] = {}
         self.dropped: set[int] = set()
         self.failing: set[int] = set()
 
@@ -72,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "a"]),
         prompt_logprobs=st.sampled_from([-1, -1, -1, 0]),
+        stop_after=st.sampled_from([99, 99, 0, 3, 7]),
     )
     def add(
         self,
@@ -81,12 +82,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         salt: str | None,
         prompt_logprobs: int,
+        stop_after: int,
     ) -> None:
         prompt = prefix + tail
+        forced = [*solo_output(prompt, stop_after), EOS] if stop_after < 99 else None
         request_id = self.engine.add(
-            prompt, max_tokens, priority=priority, salt=salt, prompt_logprobs=prompt_logprobs, logprobs=0
+            prompt, max_tokens, priority=priority, salt=salt, prompt_logprobs=prompt_logprobs, logprobs=0, forced=forced
         )
-        self.prompts[request_id] = (prompt, max_tokens)
+        self.prompts[request_id] = (prompt, max_tokens, stop_after)
 
     @rule(data=st.data())
     def abort(self, data: Any) -> None:
@@ -128,29 +131,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             if len(self.engine.in_air) >= self.depth or (launched is None and self.engine.in_air):
                 self.engine.land()
 
+    @rule()
+    def land(self) -> None:
+        if self.engine.in_air:
+            self.engine.land()
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
         engine = self.engine
-        while engine.in_air:
-            engine.land()
         engine.scheduler.park_requests(list(self.prompts), False)
-        engine.run(max_steps=4000)
+        engine.run(max_steps=4000, depth=self.depth)
         engine.assert_empty()
-        for request_id, (prompt, max_tokens) in self.prompts.items():
-            self.check_output(request_id, prompt, max_tokens)
+        stats = engine.scheduler.stats()
+        assert engine.worker.num_drawn == stats.num_generated_tokens + stats.num_dropped_tokens
+        for request_id, (prompt, max_tokens, stop_after) in self.prompts.items():
+            self.check_output(request_id, prompt, max_tokens, stop_after)
 
-    def check_output(self, request_id: int, prompt: list[int], max_tokens: int) -> None:
+    def check_output(self, request_id: int, prompt: list[int], max_tokens: int, stop_after: int) -> None:
         engine = self.engine
         capacity = 4 * engine.scheduler.kv.pool.num_blocks
         num_tokens = min(max_tokens, 60 - len(prompt), capacity + 1 - len(prompt))
         tokens = engine.tokens[request_id]
-        assert tokens == solo_output(prompt, len(tokens))
+        assert tokens == [*solo_output(prompt, stop_after), EOS][: len(tokens)]
         if request_id not in engine.finished:
             assert request_id in self.dropped
             return
         reason = engine.finished[request_id].reason
-        if reason == EngineFinishReason.LENGTH:
+        if reason == EngineFinishReason.STOP:
+            assert len(tokens) == stop_after + 1
+        elif reason == EngineFinishReason.LENGTH:
             assert len(tokens) == num_tokens
             sent = engine.prompt_logprobs.get(request_id)
             assert sent is None or sent.token_ids == prompt[1:]

@@ -11,7 +11,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from asyncllm.errors import UnsupportedModelError
-from asyncllm.layers.activation import NAME_TO_ACTIVATION, apply_gated, get_activation
+from asyncllm.kernels.fused import NAME_TO_ACTIVATION, apply_gated
+from asyncllm.layers.activation import get_activation
 from asyncllm.layers.attention import Attention
 from asyncllm.layers.embedding import Embedding, LearnedPositions
 from asyncllm.layers.linear import Linear, TorchLinearMethod, prepare_linear_layers

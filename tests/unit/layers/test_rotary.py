@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from asyncllm.errors import CheckpointError, UnsupportedModelError
-from asyncllm.layers.rotary import RotaryEmbedding, apply_rotary, rope_frequencies, rope_parameters
+from asyncllm.kernels.fused import apply_rotary
+from asyncllm.layers.rotary import RotaryEmbedding, rope_frequencies, rope_parameters
 
 CPU = torch.device("cpu")
 SCALINGS: dict[str, dict[str, Any]] = {

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncllm import platforms
-from asyncllm.config import DeviceConfig, EngineConfig
-from asyncllm.errors import ConfigError
+from asyncllm.config import DeviceConfig
 from asyncllm.platforms.cpu import CpuPlatform, available_cores, available_memory_bytes
 
 GIB = 1 << 30
@@ -117,15 +115,5 @@ def test_the_option_for_threads_wins() -> None:
     assert CpuPlatform().num_threads(DeviceConfig()) == available_cores()
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_the_cpu_is_the_platform(device: str) -> None:
-    platform = platforms.current(EngineConfig.from_options("model", device=device))
-    assert platform.name == "cpu"
-    assert platform.worker_cls == "asyncllm.worker.worker.Worker"
-
-
-@pytest.mark.parametrize("device", ["cuda", "tpu"])
-def test_a_device_this_version_cannot_use_is_refused(device: str) -> None:
-    with pytest.raises(ConfigError, match=f"device is '{device}', which this version does not support") as caught:
-        platforms.current(EngineConfig.from_options("model", device=device))
-    assert caught.value.parameter == "device"
+def test_the_dtype_is_float32_however_the_checkpoint_is_stored() -> None:
+    assert {CpuPlatform().default_dtype(stored) for stored in ("bfloat16", "float16", "float32", None)} == {"float32"}

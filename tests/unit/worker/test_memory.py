@@ -4,7 +4,7 @@ import pytest
 
 from asyncllm.config import EngineConfig
 from asyncllm.errors import InsufficientMemoryError
-from asyncllm.worker.memory import KVCachePlan, plan_kv_cache
+from asyncllm.worker.memory import KVCachePlan, MemoryProfile, plan_kv_cache
 
 MIB = 1 << 20
 
@@ -67,3 +67,62 @@ def test_no_room_for_a_single_block() -> None:
     with pytest.raises(InsufficientMemoryError) as caught:
         plan(free_bytes=2 * MIB)
     assert caught.value.max_model_len_fit == 0
+
+
+# ----------------------------------------------------------------------------------------- a device with its own memory
+def profile(**changes: int) -> MemoryProfile:
+    """1000 MiB of which 300 hold weights; a step takes 100."""
+    values = {"total_bytes": 1000, "free_bytes": 700, "used_bytes": 300, "step_bytes": 100, **changes}
+    return MemoryProfile(**{name: value * MIB for name, value in values.items()})
+
+
+def plan_on_device(found: MemoryProfile, **options: object) -> KVCachePlan:
+    config = EngineConfig.from_options("model", **options)
+    return plan_kv_cache(config, model_max_len=1024, bytes_per_block=MIB, profile=found)
+
+
+def test_blocks_take_what_weights_step_and_graphs_leave_of_the_share() -> None:
+    assert plan_on_device(profile()).num_blocks == 900 - 300 - 100 - 1
+    assert plan_on_device(profile(graph_bytes=40)).num_blocks == 900 - 300 - 100 - 40 - 1
+    assert plan_on_device(profile(), gpu_memory_utilization=0.5).num_blocks == 500 - 300 - 100 - 1
+
+
+def test_what_others_use_of_the_device_is_not_there() -> None:
+    assert plan_on_device(profile(free_bytes=250)).num_blocks == 250 - 100 - 1
+
+
+def test_a_device_too_has_no_more_blocks_than_all_requests_could_fill() -> None:
+    assert plan_on_device(profile(), max_num_seqs=2).num_blocks == 128
+
+
+def test_memory_fraction_means_nothing_on_a_device_and_the_utilization_nothing_on_a_host() -> None:
+    assert plan_on_device(profile(), memory_fraction=0.01) == plan_on_device(profile())
+    assert plan(gpu_memory_utilization=0.01) == plan()
+
+
+def test_a_length_that_does_not_fit_the_device_says_where_the_memory_went() -> None:
+    words = (
+        r"64 KV blocks \(65\.0 MiB\), but there is room for 40\.0 MiB .*900\.0 MiB: weights 760\.0 MiB, "
+        r"the largest step 100\.0 MiB\); the largest max_model_len that would fit is 624\."
+        r".*max_num_seqs.*gpu_memory_utilization"
+    )
+    small = profile(used_bytes=760, free_bytes=240)
+    with pytest.raises(InsufficientMemoryError, match=words) as caught:
+        plan_on_device(small, max_model_len=1024)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (65 * MIB, 40 * MIB)
+    assert caught.value.max_model_len_fit == 624
+    assert plan_on_device(small, max_model_len=624).num_blocks == 39
+
+
+def test_weights_and_step_alone_can_be_too_much() -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"room for 0\.0 MiB") as caught:
+        plan_on_device(profile(used_bytes=850))
+    assert caught.value.max_model_len_fit == 0
+
+
+def test_options_beyond_the_room_on_the_device_are_refused() -> None:
+    assert plan_on_device(profile(), num_blocks=499).num_blocks == 499
+    with pytest.raises(InsufficientMemoryError, match=r"num_blocks=500 .*CUDA graphs 10\.0 MiB"):
+        plan_on_device(profile(graph_bytes=10), num_blocks=500)
+    with pytest.raises(InsufficientMemoryError, match="kv_cache_bytes="):
+        plan_on_device(profile(), kv_cache_bytes=501 * MIB)

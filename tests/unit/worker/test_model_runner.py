@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asyncllm.wire.messages import EngineSampling
+from tests.support.emulated_device import EmulatedRuntime
 from tests.support.runner import POISON, VOCAB, Driver, make_runner
 from tests.support.sampling import sampling
 
@@ -21,6 +22,7 @@ PARAMS = [
     sampling(temperature=1.0, min_p=0.02, seed=1, sample_index=1),
 ]
 COUNT = 14
+BACKENDS = ["reference", "cpu", pytest.param("device", marks=pytest.mark.triton)]
 
 
 def alone(index: int, params: EngineSampling, *, backend: str = "reference") -> list[int]:
@@ -45,8 +47,13 @@ def test_the_expected_tokens_are_worth_comparing(expected: list[list[int]]) -> N
     assert expected[1] != expected[5]
 
 
-@pytest.mark.parametrize("chunk", [1000, 1, 3, 7, 16])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("backend", "chunk"),
+    [
+        *((backend, chunk) for backend in ("reference", "cpu") for chunk in (1000, 1, 3, 7, 16)),
+        *(pytest.param("device", chunk, marks=pytest.mark.triton) for chunk in (1000, 3)),
+    ],
+)
 def test_r48_batched_and_chunked_tokens_are_those_of_each_alone(
     backend: str, chunk: int, expected: list[list[int]]
 ) -> None:
@@ -55,7 +62,7 @@ def test_r48_batched_and_chunked_tokens_are_those_of_each_alone(
     assert driver.generate(COUNT, chunk=chunk) == dict(enumerate(expected))
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_r66_tokens_survive_preemption(backend: str, expected: list[list[int]]) -> None:
     driver = Driver(make_runner(backend=backend))
     fill(driver)
@@ -68,8 +75,9 @@ def test_r66_tokens_survive_preemption(backend: str, expected: list[list[int]]) 
     assert driver.generate(COUNT, chunk=5) == dict(enumerate(expected))
 
 
-def test_rows_may_stand_in_any_order_and_leave_a_step_out(expected: list[list[int]]) -> None:
-    driver = Driver(make_runner())
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_may_stand_in_any_order_and_leave_a_step_out(backend: str, expected: list[list[int]]) -> None:
+    driver = Driver(make_runner(backend=backend))
     fill(driver)
     driver.step({3: 33, 0: 5, 5: 2})
     driver.step({5: 7, 3: 1})
@@ -88,14 +96,32 @@ def test_a_prefix_hit_continues_from_the_blocks_of_another_request() -> None:
     assert first.output[:2] == second.output
 
 
-def test_a_launched_step_can_be_followed_before_its_tokens_are_read(expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_launched_step_can_be_followed_before_its_tokens_are_read(backend: str, expected: list[list[int]]) -> None:
     """The drawn token is appended on the device: the next step needs no host to know it."""
-    runner = make_runner()
+    runner = make_runner(backend=backend)
     driver = Driver(runner)
     driver.add(1, PROMPTS[1], PARAMS[1])
     steps = [driver.plan({1: 1}) for _ in range(COUNT)]
     pending = [runner.execute(step) for step in steps]
     assert [launched.result().token_ids[0] for launched in pending] == expected[1]
+
+
+@pytest.mark.triton
+def test_a_device_gets_one_copy_a_step_and_replays_its_decode_steps(expected: list[list[int]]) -> None:
+    runner = make_runner(backend="device")
+    runtime = runner.runtime
+    assert isinstance(runtime, EmulatedRuntime)
+    driver = Driver(runner)
+    for index in range(3):
+        driver.add(index, PROMPTS[index], PARAMS[index])
+    driver.step({0: 5, 1: 1, 2: 21})
+    copies, uploads, replays = runtime.num_copies, runtime.num_uploads, runtime.num_replays
+    assert driver.generate(COUNT) == dict(enumerate(expected[:3]))
+    num_steps = COUNT - 1
+    assert runtime.num_copies - copies == num_steps
+    assert runtime.num_replays - replays == num_steps
+    assert runtime.num_uploads == uploads  # nobody came or went
 
 
 def test_a_step_in_which_no_row_draws() -> None:
@@ -114,7 +140,7 @@ def test_r58_padding_rows_of_the_head_are_never_drawn() -> None:
     assert max(drawn) < VOCAB
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("params", [sampling(logprobs=2), sampling(temperature=1.0, seed=4)], ids=["greedy", "random"])
 def test_a_row_that_is_not_finite_fails_alone(backend: str, params: EngineSampling, expected: list[list[int]]) -> None:
     driver = Driver(make_runner(backend=backend))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncllm.attention.base import StepField
-from asyncllm.worker.device_runtime import CpuRuntime, DeviceRuntime
+from asyncllm.worker.device_runtime import CpuRuntime, DeviceRuntime, Staging
 from asyncllm.worker.step_buffers import StepBuffers
 from tests.support.emulated_device import EmulatedRuntime
 
@@ -61,7 +61,7 @@ def test_a_staging_block_waits_for_its_own_last_copy_only() -> None:
     waited: list[int] = []
 
     class Counting(EmulatedRuntime):
-        def copy(self, staging: torch.Tensor, block: torch.Tensor) -> object:  # type: ignore[override]
+        def copy(self, staging: Staging, block: torch.Tensor) -> object:  # type: ignore[override]
             super().copy(staging, block)
             nth = self.num_copies
 

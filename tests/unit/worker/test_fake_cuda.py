@@ -1,0 +1,51 @@
+"""The runner on a GPU that is not there: no step waits for the device, mixes host and device, or copies twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import fake_cuda, models
+
+KINDS = ["greedy", "random", "adjusted"]
+NUM_STEPS, NUM_DECODE_STEPS = 7, 5
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = fake_cuda.compile_guard(tmp_path_factory.mktemp("guard"))
+    if library is None:
+        pytest.skip("no C++ compiler to build the device guard with")
+    return library
+
+
+def write_models(folder: Path) -> list[Path]:
+    folders = [folder / name for name in ("llama", "opt", "gemma3")]
+    for each in folders:
+        each.mkdir()
+    models.write_tiny_llama(folders[0], vocab_size=2048)  # more than the window in which top-p is looked for first
+    models.write_tiny_opt(folders[1])
+    models.write_tiny_gemma3(folders[2])
+    return folders
+
+
+@pytest.mark.parametrize("backend", ["triton"])
+def test_a_step_never_waits_for_the_device(backend: str, guard: Path, tmp_path: Path) -> None:
+    folders = write_models(tmp_path)
+    program = [sys.executable, "-m", "tests.support.fake_cuda", str(guard), backend, *map(str, folders)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [(f["model"], f["graphs"], f["kind"]) for f in found] == [
+        (folder.name, graphs, kind) for folder in folders for graphs in (False, True) for kind in KINDS
+    ]
+    assert all(f["copies"] == NUM_STEPS for f in found)
+    assert all(f["replays"] == (NUM_DECODE_STEPS if f["graphs"] else 0) for f in found)

@@ -1,0 +1,14 @@
+from collections.abc import Callable
+from typing import Any
+
+from triton import language as language
+
+__version__: str
+knobs: Any
+
+def jit(fn: Callable[..., Any]) -> Any: ...
+def next_power_of_2(n: int) -> int: ...
+def cdiv(x: int, y: int) -> int: ...
+def compile(  # noqa: A001
+    src: Any, target: Any = None, options: dict[str, Any] | None = None
+) -> Any: ...
