@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncllm.frontend.parsing.spans import Span, num_held
+from asyncllm.frontend.parsing.spans import MAX_LEADING, Span, num_held, without_breaks
 from asyncllm.outputs import Channel
 
 if TYPE_CHECKING:
@@ -71,14 +71,16 @@ class ReasoningParser:
         if place < 0:
             self._put(spans, Channel.REASONING, len(self._text) - num_held(self._text, (self._end,)))
             return False
-        self._put(spans, Channel.REASONING, len(self._text[:place].rstrip("\n")))
+        self._put(spans, Channel.REASONING, without_breaks(self._text[:place]))
         self._put(spans, Channel.MARKUP, self._text.index(self._end) + len(self._end))
         self._state, self._eats_breaks = "after", True
         return True
 
     def _begin(self, spans: list[Span]) -> bool:
         bare = self._text.lstrip()
-        if bare.startswith(self._start):
+        if len(self._text) - len(bare) > MAX_LEADING:
+            self._state = "after"
+        elif bare.startswith(self._start):
             self._put(spans, Channel.MARKUP, len(self._text) - len(bare) + len(self._start))
             self._state, self._eats_breaks = "inside", True
         elif self._start.startswith(bare):

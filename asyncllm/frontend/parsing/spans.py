@@ -12,7 +12,7 @@ from asyncllm.outputs import Channel, ToolCallDelta
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ContentParser", "OutputParser", "Span", "find_marker", "num_held"]
+__all__ = ["MAX_LEADING", "ContentParser", "OutputParser", "Span", "find_marker", "num_held", "without_breaks"]
 
 
 class Span(NamedTuple):
@@ -49,6 +49,18 @@ class ContentParser:
         return []
 
 
+MAX_BREAKS = 2
+"""Line breaks in front of a marker that belong to it; more are text, so that a model which writes nothing else is seen
+to do so."""
+MAX_LEADING = 64
+"""White space before what may be a marker or a call; more is content, for the same reason."""
+
+
+def without_breaks(text: str) -> int:
+    """Return the length of ``text``, which a marker follows, without the line breaks that belong to the marker."""
+    return max(len(text.rstrip("\n")), len(text) - MAX_BREAKS)
+
+
 def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
     """Return where the first of ``markers`` in ``text`` begins, and which it is; ``(-1, "")`` if there is none."""
     best, found = -1, ""
@@ -60,7 +72,7 @@ def find_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
 
 
 def num_held(text: str, markers: Sequence[str]) -> int:
-    """Return how many characters at the end of ``text`` may be line breaks and the beginning of one of ``markers``.
+    """Return how many characters at the end of ``text`` may be the beginning of one of ``markers``.
 
     Line breaks in front of a marker belong to it, so they wait as well.
     """
@@ -70,5 +82,4 @@ def num_held(text: str, markers: Sequence[str]) -> int:
             if text.endswith(marker[:length]):
                 longest = max(longest, length)
                 break
-    rest = text[: len(text) - longest]
-    return longest + len(rest) - len(rest.rstrip("\n"))
+    return len(text) - without_breaks(text[: len(text) - longest])

@@ -16,12 +16,14 @@ from collections.abc import Callable  # noqa: TC003
 from typing import TYPE_CHECKING, ClassVar
 
 from asyncllm.frontend.parsing.json_calls import ENDED, WHITESPACE, CallReader, CallWriter, ValueScanner
-from asyncllm.frontend.parsing.spans import Span, find_marker, num_held
+from asyncllm.frontend.parsing.spans import MAX_LEADING, Span, find_marker, num_held, without_breaks
 from asyncllm.outputs import Channel
 
 if TYPE_CHECKING:
     from asyncllm.frontend.parsing.spans import OutputParser
 
+MAX_UNDECIDED = 1_000
+"""Characters of JSON in which a call has to show what it is."""
 JSON_BETWEEN_CALLS = WHITESPACE + "{[,]"
 
 __all__ = ["SPECIAL_MARKERS", "TOOL_PARSERS", "ForcedCallsParser", "HermesParser", "Llama3JsonParser", "MistralParser"]
@@ -76,7 +78,7 @@ class _ToolParser:
         if place < 0:
             self._put(Channel.CONTENT, len(self._text) - num_held(self._text, self.markers))
             return False
-        self._put(Channel.CONTENT, len(self._text[:place].rstrip("\n")))
+        self._put(Channel.CONTENT, without_breaks(self._text[:place]))
         self._put(Channel.MARKUP, self._text.index(marker) + len(marker))
         self._open(marker)
         return True
@@ -175,6 +177,9 @@ class Llama3JsonParser(_ToolParser):
     def _start(self) -> bool:
         """Before what may be a call: white space, and after a call a ``;``."""
         bare = self._text.lstrip(WHITESPACE + self._separator)
+        if len(self._text) - len(bare) > MAX_LEADING:
+            self._state = self._content
+            return True
         if not bare or (bare != self.markers[0] and self.markers[0].startswith(bare)):
             return False
         if bare.startswith(self.markers[0]):
@@ -202,7 +207,8 @@ class Llama3JsonParser(_ToolParser):
                 self._text = text[self._num_read :]
                 self._state = self._call
                 return True
-            if reader.other_key is not None or not reader.in_call:
+            is_too_long = self._num_read > MAX_UNDECIDED and not reader.has_arguments
+            if reader.other_key is not None or is_too_long or not reader.in_call:
                 self._writer.drop()
                 self._state = self._content
                 return True

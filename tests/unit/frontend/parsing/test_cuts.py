@@ -43,6 +43,9 @@ TEXTS = [
     '<tool_call>{"name": "f", "arguments": {"a": }</tool_call><tool_call>f(1)</tool_call><tool_call></tool_call>',
     '<tool_call>{"name": "f", "arg',
     '[TOOL_CALLS]f{"a": [TOOL_CALLS]g',
+    "a\n\n\n\n\n<tool_call>\n\n\n</tool_call>\n\n\n\n</think>\n\n\n\n[TOOL_CALLS]f{}",
+    " " * 60 + "\n" * 10 + "<think>a</think>",
+    " " * 70 + '{"name": "f", "parameters": {}}',
 ]
 """Some are made for one parser; the others read them as well, whatever they find."""
 

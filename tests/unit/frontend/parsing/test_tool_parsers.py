@@ -126,6 +126,12 @@ def test_deep_nesting_is_no_crash() -> None:
     assert hermes('<tool_call>{"name": "f", "arguments": {"a": ' + deep + "}}</tool_call>").errors
 
 
+def test_at_most_two_line_breaks_wait_for_a_marker() -> None:
+    parser = HermesParser()
+    assert "".join(span.text for span in parser.feed("\n" * 50)) == "\n" * 48
+    assert hermes('a\n\n\n<tool_call>{"name": "f"}</tool_call>').content == "a\n"
+
+
 def test_text_that_only_looks_like_a_marker_is_content() -> None:
     for text in ("a <tool_cal b", "<", "\n\n", "x\n<tool", "<<tool_call", "</tool_call>"):
         assert hermes(text).content == text
@@ -146,6 +152,14 @@ def test_llama_python_tag() -> None:
     assert llama('So:\n<|python_tag|>{"type": "function", "name": "f", "parameters": {}}').arguments == [("f", {})]
     code = llama("<|python_tag|>print(1)")
     assert code.runs == [("markup", "<|python_tag|>"), ("content", "print(1)")]
+
+
+def test_llama_what_stays_undecided_for_long_is_content() -> None:
+    text = '{"type": "' + "x" * 2_000
+    assert "".join(span.text for span in Llama3JsonParser().feed(text)) == text
+    assert "".join(span.text for span in Llama3JsonParser().feed(" " * 100)) != ""
+    late = '{"parameters": {"a": "' + "x" * 2_000 + '"}, "name": "f"}'
+    assert llama(late).arguments == [("f", {"a": "x" * 2_000})]
 
 
 def test_llama_order_of_keys() -> None:
