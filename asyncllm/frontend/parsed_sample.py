@@ -55,8 +55,13 @@ class ParsedSampleState(SampleState):
     ) -> None:
         begin = self._num_fed
         self._num_fed += len(text)
+        spans = self._parser.feed(text)
+        if reason is None and not self._pieces and len(spans) == 1 and len(spans[0].text) == len(text):
+            self._num_put = self._num_fed  # the usual case: nothing was held, and nothing is
+            self._put_span(spans[0], ids)
+            return
         self._pieces.append((begin, self._num_fed, ids))
-        self._spans += self._parser.feed(text)
+        self._spans += spans
         if reason is None:
             self._put_spans(self._num_whole())
         else:

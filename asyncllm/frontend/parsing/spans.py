@@ -76,6 +76,8 @@ def num_held(text: str, markers: Sequence[str]) -> int:
 
     Line breaks in front of a marker belong to it, so they wait as well.
     """
+    if not text.endswith("\n") and all(marker[0] not in text for marker in markers):
+        return 0
     longest = 0
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), 0, -1):
