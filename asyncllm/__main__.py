@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from asyncllm.checkpoint import Checkpoint
-    from asyncllm.outputs import Completion, TokenDelta
+    from asyncllm.outputs import Completion, TokenDelta, Usage
     from asyncllm.wire.messages import EngineInfo
 
 __all__ = ["main"]
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top-p", type=float, metavar="P")
     sampling.add_argument("--top-k", type=int, metavar="K")
     sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same answer")
+    sampling.add_argument("--stats", action="store_true", help="after an answer, show what it cost: tokens and times")
 
     chat = commands.add_parser("chat", parents=[common, sampling], help="talk to the model in this terminal")
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
@@ -112,7 +113,7 @@ def _chat(options: argparse.Namespace) -> int:
             except AsyncLLMError as error:  # this question only: it may be too long
                 _tell(f"error: {error}")
                 continue
-            messages += [*asked, _write(engine, request_id).to_message()]
+            messages += [*asked, _write(engine, request_id, options).to_message()]
 
 
 def _read_tools(path: str | None) -> list[Any] | None:
@@ -147,7 +148,7 @@ def _ask(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _generate(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with _start(options) as engine:
-        completion = _write(engine, engine.add_request(prompt, **_sampling(options)))
+        completion = _write(engine, engine.add_request(prompt, **_sampling(options)), options)
     return INTERRUPTED if completion.finish_reason == "abort" else 0
 
 
@@ -181,7 +182,7 @@ def _info(options: argparse.Namespace) -> int:
                 "CUDA graphs": "off" if config.device.enforce_eager else "on a GPU",
                 "kernels": describe_kernels() + (f", quantization {quantization}" if quantization else ""),
                 "context": config.model.max_model_len or checkpoint.max_position,
-                "KV block": f"{config.cache.block_size} tokens, {config.cache.kv_cache_dtype}",
+                "KV block": f"{config.cache.block_size or 'auto'} tokens, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
                 "steps overlap": _yes_no(config.scheduler.async_scheduling),
@@ -273,8 +274,8 @@ def _progress_line() -> Generator[_ProgressLine]:
         line.clear()
 
 
-def _write(engine: LLMEngine, request_id: str) -> Completion:
-    """Write the answer as it comes and the speed after it; KeyboardInterrupt ends the answer."""
+def _write(engine: LLMEngine, request_id: str, options: argparse.Namespace) -> Completion:
+    """Write the answer as it comes and the speed after it, or all of its usage; KeyboardInterrupt ends the answer."""
     while engine.has_unfinished_requests():
         try:
             completion = _write_step(engine)
@@ -283,6 +284,8 @@ def _write(engine: LLMEngine, request_id: str) -> Completion:
             completion = None
         if completion is not None:
             _tell(_speed(completion))
+            if options.stats:
+                _table("usage", _usage(completion.usage), sys.stderr)
             return completion
     raise KeyboardInterrupt  # it came between the last step and the writing of it
 
@@ -333,6 +336,22 @@ def _speed(completion: Completion) -> str:
     return f"{text}, {completion.finish_reason}]"
 
 
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Return every field of ``usage`` in words; what is not known is left out."""
+    seconds = {
+        "queue": usage.queue_time_s,
+        "prefill": usage.prefill_time_s,
+        "first token": usage.time_to_first_token_s,
+        "total": usage.total_time_s,
+    }
+    return {
+        "prompt": f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached",
+        "generated": f"{usage.completion_tokens} tokens, {usage.accepted_draft_tokens} of them drafted",
+        "preemptions": usage.num_preemptions,
+        **{name: f"{value * 1e3:.1f} ms" for name, value in seconds.items() if value is not None},
+    }
+
+
 # ------------------------------------------------------------------------------------------------------------- plumbing
 def _sampling(options: argparse.Namespace) -> Any:
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
@@ -350,11 +369,12 @@ def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _table(title: str, rows: dict[str, Any]) -> None:
+def _table(title: str, rows: dict[str, Any], file: TextIO | None = None) -> None:
+    """Print ``rows`` below ``title``, to stdout or ``file``."""
     width = max(map(len, rows))
-    print(title)
+    print(title, file=file)
     for name, value in rows.items():
-        print(f"  {name:<{width}}  {value}")
+        print(f"  {name:<{width}}  {value}", file=file)
 
 
 def _tell(text: str) -> None:

@@ -1,7 +1,7 @@
 """Engine options: frozen dataclasses, one per concern, composed in :class:`EngineConfig`.
 
 The caller's process builds it (:meth:`EngineConfig.from_options`), it crosses to the engine process as plain data, and
-nobody changes it there: what the engine finds out (blocks, true context length) travels in
+nobody changes it there: what the engine finds out (blocks, their size, true context length) travels in
 :class:`asyncllm.wire.messages.EngineInfo`.
 """
 
@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 AUTO = "auto"
+DEFAULT_BLOCK_SIZE = 16
 WORDS = {"bool": "True or False", "float": "a number", "int": "an integer", "int | None": "an integer or None"}
 MAX_INTEGER = 2**63 - 1
 
@@ -61,8 +62,8 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = 16
-    """Tokens per KV block."""
+    block_size: int | None = None
+    """Tokens per KV block; ``None``: what the attention backend wants, 16 for all but flash-attn 2, which takes 256."""
     num_blocks: int | None = None
     """KV blocks to allocate; ``None``: measured at start-up from free memory."""
     kv_cache_bytes: int | None = None
@@ -77,6 +78,11 @@ class CacheConfig:
     """Reuse KV blocks of equal token prefixes."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = AUTO
     """How keys and values are stored. ``auto``: as ``dtype``; ``int8``: a scale for each token and head."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """The block size; 16 while it is open."""
+        return self.block_size or DEFAULT_BLOCK_SIZE
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -138,7 +144,7 @@ class DeviceConfig:
     device: str = AUTO
     """``auto`` (a GPU that can serve, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``."""
     attention_backend: str = AUTO
-    """``auto``; on a GPU ``triton`` or ``flash_attn``; on a CPU ``native`` (compiled), ``cpu`` (torch) or
+    """``auto``; on a GPU ``triton``; on a CPU ``native`` (compiled), ``cpu`` (torch) or
     ``reference``; the last two run the whole model on torch."""
     enforce_eager: bool = False
     """On a GPU: launch every operation of every step anew instead of replaying CUDA graphs; slower, saves memory."""
@@ -215,6 +221,10 @@ class EngineConfig:
         for section, kind in sections.items():
             _check_types(kind, values[section])
         return cls(**{section: kind(**values[section]) for section, kind in sections.items()})
+
+    def with_block_size(self, block_size: int) -> EngineConfig:
+        """Return this configuration with the block size that the worker's attention backend has."""
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, block_size=block_size))
 
 
 def _section_class(section: str) -> type[Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asyncllm._request import Message, SamplingOptions
     from asyncllm.config import EngineConfig
     from asyncllm.frontend.input_processor import ProcessedRequest
-    from asyncllm.outputs import Completion, TokenDelta
+    from asyncllm.outputs import Completion, TokenDelta, Usage
     from asyncllm.sampling_params import SamplingParams
     from asyncllm.wire.messages import EngineInfo, SchedulerStats
 
@@ -75,7 +75,7 @@ class _BatchSink:
     def finish(self, completion: Completion) -> None:
         self._batch.end(self._index, completion)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, usage: Usage) -> None:
         self._batch.end(self._index, error)
 
 

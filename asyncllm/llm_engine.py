@@ -14,7 +14,7 @@ import msgspec
 from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._sync_session import SyncSession
 from asyncllm.errors import UsageError
-from asyncllm.outputs import Completion, TokenDelta
+from asyncllm.outputs import Completion, TokenDelta, Usage
 
 if TYPE_CHECKING:
     import os
@@ -31,12 +31,13 @@ __all__ = ["LLMEngine", "RequestOutput"]
 
 
 class RequestOutput(msgspec.Struct):
-    """What one step brought for one request; its last one carries ``completion`` or ``error``."""
+    """What one step brought for one request; its last one carries ``completion`` or ``error``, and ``usage``."""
 
     request_id: str
     deltas: list[TokenDelta]
     completion: Completion | None = None
     error: BaseException | None = None
+    usage: Usage | None = None
 
     @property
     def finished(self) -> bool:
@@ -57,10 +58,12 @@ class _StepSink:
         self._output().deltas.append(delta)
 
     def finish(self, completion: Completion) -> None:
-        self._output().completion = completion
+        output = self._output()
+        output.completion, output.usage = completion, completion.usage
 
-    def fail(self, error: BaseException) -> None:
-        self._output().error = error
+    def fail(self, error: BaseException, usage: Usage) -> None:
+        output = self._output()
+        output.error, output.usage = error, usage
 
     def _output(self) -> RequestOutput:
         output = self._request_id_to_output.get(self._request_id)

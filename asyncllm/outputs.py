@@ -77,19 +77,35 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """What a request cost.
+    """What a request cost. Of one that was cancelled or failed: what was known here at that moment.
 
-    ``prompt_tokens`` counts the prompt once (also for n > 1), ``cached_tokens`` is the part of it that was taken from
-    the prefix cache, ``completion_tokens`` is summed over samples. Times are in seconds from submission, by the
-    caller's clock.
+    Times are durations in seconds, by two clocks: ``time_to_first_token_s`` and ``total_time_s`` by the caller's, from
+    submission (before a text was tokenized); ``queue_time_s`` and ``prefill_time_s`` by the engine's. So the former
+    hold the latter and what lies between the two processes.
     """
 
     prompt_tokens: int
+    """Tokens of the prompt, counted once also for n > 1."""
     completion_tokens: int
+    """Tokens that were generated, summed over samples; those that a cancelled stream did not deliver are among them."""
     cached_tokens: int = 0
+    """Tokens of the prompt that were taken from the prefix cache instead of being computed."""
     num_preemptions: int = 0
+    """How often its blocks were taken away and computed again later, summed over samples."""
     time_to_first_token_s: float | None = None
+    """From submission until the first token (of any sample) was here; ``None``: there was none."""
     total_time_s: float | None = None
+    """From submission to the end; ``None``: it was never sent."""
+    queue_time_s: float | None = None
+    """From arrival at the engine until the first step that took it in was made; ``None``: not known, see below."""
+    prefill_time_s: float | None = None
+    """From there until the first token was sampled, other requests' share of these steps included.
+
+    The engine tells both times with the first token, those of the sample that got it first with n > 1. So both are
+    ``None`` where there was no token yet; where the engine itself ended such a request, the queue time is told.
+    """
+    accepted_draft_tokens: int = 0
+    """Of ``completion_tokens``, those that were proposed ahead and confirmed by the model; 0 without speculation."""
 
     @property
     def total_tokens(self) -> int:

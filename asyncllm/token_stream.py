@@ -70,6 +70,7 @@ class StreamInbox:
         "request",
         "request_id",
         "undelivered",
+        "usage",
         "waiter",
     )
 
@@ -86,6 +87,7 @@ class StreamInbox:
         self.ended = False  # no further item will come
         self.error: BaseException | None = None
         self.completion: Completion | None = None
+        self.usage: Usage | None = None  # once it is over
         self.discarded = False  # nothing is delivered any more …
         self.undelivered: list[TokenDelta] = []  # … not these either
         # A step or two are on their way when the engine is told to park, so it is told before the limit is reached.
@@ -116,13 +118,17 @@ class StreamInbox:
             self.port.park(self, True)
 
     def finish(self, completion: Completion) -> None:
-        """Say that all items are there."""
-        self.completion = completion
+        """Say that all items are there; after a discard the end is that one."""
+        if not self.discarded:
+            self.completion = completion
+            self.usage = completion.usage
         self.ended = True
         self._wake()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, usage: Usage) -> None:
         """End with ``error``, which the reader gets after the items that are there already."""
+        if not self.discarded:
+            self.usage = usage
         self.error = error
         self.ended = True
         self._wake()
@@ -142,6 +148,8 @@ class StreamInbox:
         if self.discarded:
             return
         is_owed = not self.ended
+        if self.usage is None:
+            self.usage = self._usage_now()
         self.discarded = True
         self.undelivered = list(self.items)
         self.items.clear()
@@ -153,22 +161,27 @@ class StreamInbox:
         """End a request that was never sent, as if it had been aborted before its first token. Any thread."""
         for index in range(self.num_samples):
             self.items.append(TokenDelta("", [], index, finish_reason=FinishReason.ABORT))
+        self.usage = self._usage_now()
         self.ended = True
         self._wake_anywhere()
 
     def partial_completion(self) -> Completion:
         """Return what was delivered of a request that did not end by itself."""
-        request = self.request
+        request, usage = self.request, self.usage or self._usage_now()
         if request is None:
-            usage = Usage(prompt_tokens=0, completion_tokens=0)
             samples = [
                 Completion(self.request_id, index, "", [], [], FinishReason.ABORT, None, usage)
                 for index in range(self.num_samples)
             ]
         else:
-            usage = request.usage(time.perf_counter())
             samples = [_without(sample.completion(usage), self.undelivered) for sample in request.samples]
         return msgspec.structs.replace(samples[0], samples=samples)
+
+    def _usage_now(self) -> Usage:
+        """Return what is known of the request's cost; nothing where it was not sent."""
+        if self.request is None:
+            return Usage(prompt_tokens=0, completion_tokens=0)
+        return self.request.usage(time.perf_counter())
 
     def _wake_anywhere(self) -> None:
         """Wake the reader, if it waits, from any thread."""
@@ -213,9 +226,11 @@ class TokenStream:
 
     @property
     def usage(self) -> Usage | None:
-        """What the request cost; ``None`` until it has ended by itself."""
-        completion = self._inbox.completion
-        return None if completion is None else completion.usage
+        """What the request cost; ``None`` while it runs.
+
+        Of a cancelled or failed stream, what was known here at that moment; the engine is not asked.
+        """
+        return self._inbox.usage
 
     def __aiter__(self) -> Self:
         return self

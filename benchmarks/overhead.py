@@ -32,7 +32,7 @@ import report
 import tiny_model
 from timed_worker import TIMED_WORKER, decode_step_ms, decode_together
 
-from asyncllm import AsyncLLM, Completion, EngineConfig, SamplingParams, TokenDelta
+from asyncllm import AsyncLLM, Completion, EngineConfig, SamplingParams, TokenDelta, Usage
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.frontend.input_processor import InputProcessor
@@ -182,7 +182,7 @@ class CountingSink:
     def finish(self, completion: Completion) -> None:
         pass
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, usage: Usage) -> None:
         raise error
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "KVCache",
     "StepField",
     "StepLimits",
+    "side_by_side",
     "why_not_in_torch",
 ]
 
@@ -159,6 +160,11 @@ class AttentionBackend(ABC):
         """Return why this backend cannot serve ``spec`` (head dim, dtype, block size …), ``None`` if it can."""
         return None
 
+    @classmethod
+    def default_block_size(cls, spec: AttentionSpec) -> int:
+        """Return the block size to take for ``spec`` where nobody asked for one."""
+        return spec.block_size
+
     @abstractmethod
     def bytes_per_block(self) -> int:
         """Return the memory of one block over all layers."""
@@ -215,6 +221,13 @@ class AttentionBackend(ABC):
 
         ``window``: a token sees itself and ``window - 1`` tokens before it; ``None`` for all.
         """
+
+
+def side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``rows`` [T, KV, D] with each token's numbers next to each other; tokens may be apart."""
+    if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]:
+        return rows
+    return rows.contiguous()
 
 
 def why_not_in_torch(spec: AttentionSpec) -> str | None:

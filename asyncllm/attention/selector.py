@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from asyncllm.errors import ConfigError
@@ -16,14 +17,19 @@ __all__ = ["choose_backend", "why_others_were_not"]
 
 NAME_TO_BACKEND = {
     "cpu": ("asyncllm.attention.cpu", "CpuAttention"),
+    "flash_attn": ("asyncllm.attention.flash_attn", "FlashAttention"),
     "native": ("asyncllm.attention.native", "NativeAttention"),
     "reference": ("asyncllm.attention.reference", "ReferenceAttention"),
     "triton": ("asyncllm.attention.triton", "TritonAttention"),
 }
 
 
-def choose_backend(name: str, spec: AttentionSpec, preferred: Sequence[str]) -> AttentionBackend:
+def choose_backend(
+    name: str, spec: AttentionSpec, preferred: Sequence[str], *, any_block_size: bool = False
+) -> AttentionBackend:
     """Return the backend called ``name``; ``auto``: the first of ``preferred`` that can serve ``spec``.
+
+    ``any_block_size``: nobody asked for the block size in ``spec``; the backend may have another one in its own.
 
     :raises ConfigError: there is no such backend, or it cannot serve ``spec``; the text says why.
     """
@@ -31,9 +37,10 @@ def choose_backend(name: str, spec: AttentionSpec, preferred: Sequence[str]) -> 
     reasons: list[str] = []
     for candidate in candidates:
         cls = _backend_class(candidate)
-        reason = cls.why_not(spec)
+        wanted = replace(spec, block_size=cls.default_block_size(spec)) if any_block_size else spec
+        reason = cls.why_not(wanted)
         if reason is None:
-            return cls(spec)
+            return cls(wanted)
         reasons.append(f"{candidate}: {reason}")
     raise ConfigError(
         f"attention_backend {name!r} cannot serve this model: " + "; ".join(reasons),

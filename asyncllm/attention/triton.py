@@ -21,10 +21,13 @@ from asyncllm.attention.base import (
     GraphSupport,
     StepField,
     StepLimits,
+    side_by_side,
 )
 from asyncllm.attention.work_list import LARGE_CHUNK, SMALL_CHUNK, WorkList, WorkListLimits
+from asyncllm.kernels.fused import fused_kernels
 
 if TYPE_CHECKING:
+    from asyncllm.kernels.fused import HeadNorms, Rotation
     from asyncllm.kernels.triton.paged_attention import Tile
 
 __all__ = ["TritonAttention", "TritonPlan"]
@@ -35,6 +38,8 @@ SCRATCH_BYTES = 512 << 20
 """Rows are cut into fewer parts where these would take more scratch memory; not into fewer than ``MIN_PARTS``."""
 MIN_PARTS = 8
 MAX_HEAD_DIM = 256
+MIN_CAPABILITY = 80
+"""Of bfloat16 and of copies that do not wait: Ampere."""
 
 
 @dataclass(kw_only=True)
@@ -60,6 +65,7 @@ class TritonAttention(AttentionBackend):
         from asyncllm.kernels.triton import paged_attention as kernels
 
         self._kernels = kernels
+        self._fused = fused_kernels(spec.device)
         self._group = spec.num_heads // spec.num_kv_heads
         self._small: Tile
         self._large: Tile
@@ -71,7 +77,8 @@ class TritonAttention(AttentionBackend):
         self.softcap = 0.0
         """Scores are ``softcap * tanh(scores / softcap)`` if not zero."""
         self._work: WorkList | None = None
-        self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Partial results, and what they are weighted by; every layer writes them anew."""
 
     @classmethod
     def why_not(cls, spec: AttentionSpec) -> str | None:
@@ -84,11 +91,11 @@ class TritonAttention(AttentionBackend):
             return f"the head dim is {spec.head_dim}; it takes {MAX_HEAD_DIM} at most"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
-        if spec.device.type == "cuda":
-            return None
-        from asyncllm.kernels.triton.paged_attention import INTERPRET
+        from asyncllm.kernels.triton.paged_attention import INTERPRET, device_capability
 
-        if spec.device.type == "cpu" and INTERPRET:
+        if spec.device.type == "cuda" and 0 < device_capability() < MIN_CAPABILITY:
+            return f"the device's compute capability is {device_capability() / 10}; it needs {MIN_CAPABILITY / 10}"
+        if spec.device.type == "cuda" or (spec.device.type == "cpu" and INTERPRET):
             return None
         return f"it needs a CUDA device, not {spec.device.type!r} (or TRITON_INTERPRET=1, for tests)"
 
@@ -100,15 +107,18 @@ class TritonAttention(AttentionBackend):
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """Return one zeroed cache [2, N, S, KV, D] per layer; the scratch memory is allocated as well."""
         spec = self.spec
-        if self._work is not None:
+        if self._work is not None and self.scratch is None:
             self._allocate_scratch(self._work)
         shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return [torch.zeros(shape, dtype=spec.kv_format.dtype, device=spec.device) for _ in range(spec.num_layers)]
 
     def step_fields(self, limits: StepLimits) -> list[StepField]:
         """Return the arrays of the work list."""
-        self._work = self._work_list(limits)
-        return self._work.fields()
+        work = self._work_list(limits)
+        if self._work is None or self._work.num_slots != work.num_slots:
+            self.scratch = None
+        self._work = work
+        return work.fields()
 
     def scratch_bytes(self, limits: StepLimits) -> int:
         """Return the memory of the partial results of rows that are cut."""
@@ -118,7 +128,7 @@ class TritonAttention(AttentionBackend):
         """Fill the step's work list and return the launches that it needs."""
         assert self._work is not None, "step_fields() was not asked"
         assert batch.device is not None, "there is no device batch"
-        if self._scratch is None:
+        if self.scratch is None:
             self._allocate_scratch(self._work)
         launches = self._work.plan(batch.query_lens, batch.seq_lens, batch.fields)
         # A decode step may be captured, and then has to be right for other lengths as well.
@@ -133,13 +143,24 @@ class TritonAttention(AttentionBackend):
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: TritonPlan) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
-        self._kernels.kv_write(_side_by_side(key), _side_by_side(value), cache, plan.batch.slot_mapping)
+        self._kernels.kv_write(side_by_side(key), side_by_side(value), cache, plan.batch.slot_mapping)
+
+    def rotate_and_write(
+        self,
+        heads: torch.Tensor,
+        rotation: Rotation,
+        cache: torch.Tensor,
+        plan: TritonPlan,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """Return the query heads normalised and rotated, and store keys and values, in one launch on a GPU."""
+        return self._fused.rotate_and_write(heads, rotation, cache, plan.batch.slot_mapping, norms)
 
     def forward(
         self, query: torch.Tensor, cache: torch.Tensor, plan: TritonPlan, *, scale: float, window: int | None = None
     ) -> torch.Tensor:
         """Return attention of ``query`` [T, H, D] over the rows' blocks, as [T, H * D]; of padding, any numbers."""
-        assert self._scratch is not None, "plan() was not asked"
+        assert self.scratch is not None, "plan() was not asked"
         if query.stride(2) != 1:
             query = query.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -157,7 +178,7 @@ class TritonAttention(AttentionBackend):
             fields["attn_large_items"],
             fields["attn_large_merges"],
             fields["attn_bounds"],
-            *self._scratch,
+            *self.scratch,
             scale,
             self.softcap,
             window or 0,
@@ -187,14 +208,7 @@ class TritonAttention(AttentionBackend):
 
     def _allocate_scratch(self, work: WorkList) -> None:
         spec, slots = self.spec, max(work.num_slots, 1)
-        self._scratch = (
+        self.scratch = (
             torch.empty((slots, spec.num_heads, spec.head_dim), dtype=torch.float32, device=spec.device),
             torch.empty((slots, 2, spec.num_heads), dtype=torch.float32, device=spec.device),
         )
-
-
-def _side_by_side(rows: torch.Tensor) -> torch.Tensor:
-    """Return ``rows`` [T, KV, D] with each token's numbers next to each other; tokens may be apart."""
-    if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]:
-        return rows
-    return rows.contiguous()

@@ -16,6 +16,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from asyncllm.core.request_clock import RequestClock
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.errors import UsageError, UtilityError, describe_error, shown
 from asyncllm.executor.base import Executor, ExecutorInfo, PendingStep, ReportProgress
@@ -77,6 +78,7 @@ class EngineCore:
         self.executor = Executor.get_class(config)(config, report)
         try:
             found = self.executor.start()
+            config = config.with_block_size(found.block_size)
             self.scheduler = Scheduler(
                 config,
                 num_blocks=found.num_blocks,
@@ -89,6 +91,7 @@ class EngineCore:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.executor.shutdown()
             raise
+        self.clock = RequestClock()
         self._steps_out: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         self._settled: deque[EngineCoreOutputs] = deque()  # of steps that a utility had to end
         self._refused: list[FinishedRequest] = []
@@ -104,11 +107,13 @@ class EngineCore:
         if isinstance(message, EngineCoreRequest):
             try:
                 self.scheduler.add_request(message)
+                self.clock.add(message.request_id)
             except Exception as error:  # whatever it is, only this request is wrong
                 row = FinishedRequest(message.request_id, EngineFinishReason.ERROR, error=describe_error(error))
                 self._refused.append(row)
         elif isinstance(message, AbortRequests):
             self.scheduler.abort_requests(message.request_ids)
+            self.clock.drop(message.request_ids)
         elif isinstance(message, FinishRequests):
             self.scheduler.finish_requests(message.request_ids)
         else:
@@ -126,16 +131,12 @@ class EngineCore:
         if self._settled:
             return self._settled.popleft()
         while len(self._steps_out) < self.max_steps_out and (scheduled := self.scheduler.schedule()) is not None:
+            if scheduled.new_requests:
+                self.clock.schedule(scheduled.new_requests)
             self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
-        if self._steps_out:
-            scheduled, pending = self._steps_out[0]
-            result = pending.result()
-            self._steps_out.popleft()
-            if take_inputs is not None:
-                take_inputs()
-            outputs = self.scheduler.update_from_output(scheduled, result)
-        else:
-            outputs = self.scheduler.take_outputs()
+        outputs = self._end_oldest(take_inputs) if self._steps_out else self.scheduler.take_outputs()
+        if outputs is not None:
+            self.clock.stamp(outputs)
         if self._refused:
             outputs = outputs or EngineCoreOutputs(stats=self.scheduler.stats())
             outputs.finished += self._refused
@@ -146,11 +147,20 @@ class EngineCore:
                 self._answer_all(self._drains)
         return outputs
 
+    def _end_oldest(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs:
+        scheduled, pending = self._steps_out[0]
+        result = pending.result()  # one that failed stays: it is the engine's end whoever asked first
+        self._steps_out.popleft()
+        if take_inputs is not None:
+            take_inputs()
+        return self.scheduler.update_from_output(scheduled, result)
+
     def _settle(self) -> None:
         """End the steps that are out; what they produced is the next that :meth:`step` returns."""
         while self._steps_out:
-            scheduled, pending = self._steps_out.popleft()
-            self._settled.append(self.scheduler.update_from_output(scheduled, pending.result()))
+            outputs = self._end_oldest()
+            self.clock.stamp(outputs)
+            self._settled.append(outputs)
 
     def has_work(self) -> bool:
         """Return whether :meth:`step` has something to do now."""
@@ -280,7 +290,7 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling:
         max_model_len=found.max_model_len,
         vocab_size=found.vocab_size,
         eos_token_ids=list(found.eos_token_ids),
-        block_size=config.cache.block_size,
+        block_size=found.block_size,
         num_blocks=found.num_blocks,
         kv_cache_bytes=found.kv_cache_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,

@@ -171,9 +171,10 @@ class EngineCoreProc:
             outputs = core.step(take_inputs)
             if outputs is not None:
                 self._send_outputs(outputs)
-            else:
+            elif not (self._calls or self._answered):
                 self._wait()
                 self._take_inputs(core)
+                continue  # the answers to requests that came before a call are sent before the call's own
             if self._calls or self._answered:
                 self._run_calls(core)
         if self._stop_reason != SHUTDOWN:

@@ -47,7 +47,7 @@ class KVCacheManager:
 
     def __init__(self, config: CacheConfig, num_blocks: int, hash_function: HashFunction = hash_block) -> None:
         self.pool = BlockPool(num_blocks)
-        self.block_size = config.block_size
+        self.block_size = config.tokens_per_block
         self.enable_prefix_caching = config.enable_prefix_caching
         self._hash_function = hash_function
         self._leaving: deque[Leaving] = deque()

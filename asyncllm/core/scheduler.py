@@ -91,6 +91,7 @@ class Scheduler:
         self._step_to_rows: dict[int, list[Request]] = {}  # steps that are out: who stands behind each row
         self._finished: list[FinishedRequest] = []  # not yet reported
         self._prefix_hits: dict[int, int] = {}  # cached tokens by request id; not yet reported
+        self._preempted: dict[int, int] = {}  # number of preemptions by request id; not yet reported
         self._counters = SchedulerStats()
 
     # ----------------------------------------------------------------------------------------- what the front end sends
@@ -295,6 +296,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self._counters.num_preemptions += 1
+        self._preempted[request.request_id] = request.num_preemptions
         if not request.parked:
             self.waiting.add(request)
 
@@ -336,6 +338,8 @@ class Scheduler:
         result.finished, self._finished = self._finished, []
         if self._prefix_hits and result.token_ids:  # a message without tokens may go unsent
             result.num_cached_tokens, self._prefix_hits = self._prefix_hits, {}
+        if self._preempted and result.token_ids:
+            result.num_preemptions, self._preempted = self._preempted, {}
         result.stats = self.stats()
         return result
 

@@ -37,6 +37,8 @@ class ExecutorInfo:
     vocab_size: int
     """Ids that can be sampled (padding rows of the head excluded)."""
     eos_token_ids: tuple[int, ...]
+    block_size: int
+    """Tokens per KV block: the option, or what the attention backend wants."""
     num_blocks: int
     """Usable KV blocks, with ids 1 … num_blocks; block 0 is the null block that padding rows point at."""
     kv_cache_bytes: int

@@ -66,6 +66,7 @@ class UniProcExecutor(Executor):
             max_model_len=plan.max_model_len,
             vocab_size=worker.vocab_size,
             eos_token_ids=worker.eos_token_ids,
+            block_size=worker.block_size,
             num_blocks=plan.num_blocks,
             kv_cache_bytes=(plan.num_blocks + 1) * worker.bytes_per_block,
             device=str(worker.device),

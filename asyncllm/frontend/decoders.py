@@ -7,7 +7,7 @@ came before.
 
 from __future__ import annotations
 
-from codecs import utf_8_decode
+from codecs import getincrementaldecoder, utf_8_decode
 from typing import TYPE_CHECKING, Protocol
 
 from asyncllm.frontend.tokenizer import NO_IDS, DecodeStyle
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Decoder", "make_decoder"]
 
 REPLACEMENT = "\ufffd"
+Utf8 = getincrementaldecoder("utf-8")
 WINDOW, CONTEXT = 32, 8  # tokens that the general path decodes at most; those it keeps as context
 
 
@@ -87,9 +88,14 @@ class ByteLevelDecoder:
 
 
 class ByteFallbackDecoder:
-    """Tokens are texts, but ``<0xNN>`` is one byte; the front of the whole text may lose its space."""
+    """Tokens are texts, but ``<0xNN>`` is one byte; the front of the whole text may lose its space.
 
-    __slots__ = ("_data", "_drop_mark", "_num_strip", "_table", "pending")
+    The library decodes a run of byte tokens as a whole: it is the text that its bytes are, or, if any of them is not
+    UTF-8, one U+FFFD per byte. So a run that may still become either is held back to its end; one that is known to be
+    bad is not, and each further byte of it costs the same.
+    """
+
+    __slots__ = ("_data", "_drop_mark", "_in_run", "_num_strip", "_run", "_table", "_utf8", "pending")
 
     def __init__(self, table: TokenTable) -> None:
         rules = table.tokenizer.rules
@@ -97,17 +103,49 @@ class ByteFallbackDecoder:
         self._data = table.data
         self._num_strip = rules.strip_start
         self._drop_mark = rules.replacements[0][0] if rules.drop_first_mark else None
-        self.pending = b""
+        self._in_run = False  # the last token with a text was a byte
+        self._run = bytearray()  # the bytes of this run while they are held
+        self._utf8 = Utf8()  # whether they are UTF-8 so far
+        self.pending = 0  # how many they are; none of a run that is bad
 
     def push(self, token_id: int) -> str:
         text = self._table[token_id]
         if text is None:
-            text, self.pending = _decode_bytes(self.pending + self._data[token_id])
+            text = self._push_byte(self._data[token_id])
         elif self._drop_mark is not None:
             text = self._first(token_id, text)
-        elif self.pending and text:
-            text = self.flush() + text
+        elif self._in_run and text:
+            text = self._end_run() + text
         return self._strip(text) if self._num_strip and text else text
+
+    def _push_byte(self, byte: bytes) -> str:
+        if self._in_run and not self.pending:
+            return REPLACEMENT  # of a bad run
+        self._in_run = True
+        self._run += byte
+        self.pending += 1
+        try:
+            self._utf8.decode(byte)
+        except UnicodeDecodeError:
+            text = REPLACEMENT * self.pending
+            self._forget_run()
+            return text
+        return ""
+
+    def _end_run(self) -> str:
+        """Return the text of the run that is held: its last character may be unfinished, and the run then is bad."""
+        try:
+            text = self._run.decode("utf-8")
+        except UnicodeDecodeError:
+            text = REPLACEMENT * self.pending
+        self._forget_run()
+        self._in_run = False
+        return text
+
+    def _forget_run(self) -> None:
+        self._run.clear()
+        self._utf8.reset()
+        self.pending = 0
 
     def _first(self, token_id: int, text: str) -> str:
         token = self._table.tokenizer.token_string(token_id)
@@ -126,31 +164,21 @@ class ByteFallbackDecoder:
         return text
 
     def starts_in(self, token_id: int) -> bool:
-        return len(self.pending) == len(self._data[token_id])
+        return self.pending == len(self._data[token_id])
 
     def flush(self) -> str:
-        text, rest = _decode_bytes(self.pending)
-        self.pending = b""
-        return text + REPLACEMENT * len(rest)
+        text = self._end_run()
+        return self._strip(text) if self._num_strip and text else text
 
     def peek(self, token_id: int) -> str:
         shown = self._table.tokenizer.table(False)
         text = shown[token_id]
+        if text is None and self._in_run and not self.pending:
+            return ""  # of a bad run
         if text is None:
-            text = _decode_bytes(self.pending + shown.data[token_id])[0]
+            unfinished = self._utf8.getstate()[0]
+            text = utf_8_decode(unfinished + shown.data[token_id], "replace", False)[0]
         return text.rstrip(REPLACEMENT)
-
-
-def _decode_bytes(data: bytes) -> tuple[str, bytes]:
-    """Return the text at the front of ``data``, one U+FFFD per byte that is none, and the unfinished rest."""
-    text = ""
-    while True:
-        try:
-            piece, num_used = utf_8_decode(data, "strict", False)
-            return text + piece, data[num_used:]
-        except UnicodeDecodeError as error:
-            text += data[: error.start].decode("utf-8") + REPLACEMENT * (error.end - error.start)
-            data = data[error.end :]
 
 
 class GeneralDecoder:
@@ -200,12 +228,12 @@ class GeneralDecoder:
 
     def peek(self, token_id: int) -> str:
         before = self._decode(self._ids[-CONTEXT:])
-        after = self._tokenizer.decode_exactly_as_library([*self._ids[-CONTEXT:], token_id], False)
+        after = self._tokenizer.decode([*self._ids[-CONTEXT:], token_id], False)
         text = after[len(before) :] if after.startswith(before) else self._tokenizer.decode([token_id], False)
         return text.rstrip(REPLACEMENT)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode_exactly_as_library(ids, self._skip)
+        return self._tokenizer.decode(ids, self._skip)
 
 
 def make_decoder(tokenizer: Tokenizer, skip_special_tokens: bool, shown_ids: frozenset[int] = NO_IDS) -> Decoder:

@@ -94,7 +94,7 @@ class InputProcessor:
             vocab_size=checkpoint.vocab_size,
             eos_token_ids=frozenset(checkpoint.eos_token_ids),
             num_kv_tokens=None,
-            block_size=config.cache.block_size,
+            block_size=config.cache.tokens_per_block,
         )
         self.chat = ChatProcessor(config, checkpoint, tokenizer)
         """Makes the prompts of chat requests, to be passed to :meth:`process` with ``add_special_tokens=False``."""

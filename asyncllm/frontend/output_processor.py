@@ -125,6 +125,12 @@ class OutputProcessor:
         for engine_id, num_cached_tokens in outputs.num_cached_tokens.items():
             if (sample := self._samples.get(engine_id)) is not None:
                 sample.num_cached_tokens = num_cached_tokens
+        for engine_id, num_preemptions in outputs.num_preemptions.items():
+            if (sample := self._samples.get(engine_id)) is not None:
+                sample.num_preemptions = num_preemptions
+        for engine_id, times in outputs.timings.items():
+            if (sample := self._samples.get(engine_id)) is not None:
+                sample.request.add_times(times)
         for engine_id, rows in outputs.logprobs.items():
             if (sample := self._samples.get(engine_id)) is not None:
                 sample.queue_logprobs(rows)
@@ -251,7 +257,7 @@ class OutputProcessor:
 
     def _fail_sink(self, request: RequestState, error: BaseException) -> None:
         try:
-            request.sink.fail(error)
+            request.sink.fail(error, request.usage(self._clock()))
         except Exception:
             logger.exception("the sink of request %r failed", request.request_id)
 

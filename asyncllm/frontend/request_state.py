@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from asyncllm.frontend.detokenizer import Detokenizer, IdsOnly
     from asyncllm.frontend.input_processor import ProcessedRequest
     from asyncllm.frontend.tokenizer import Tokenizer
-    from asyncllm.wire.messages import LogprobRows
+    from asyncllm.wire.messages import LogprobRows, RequestTimes
 
 __all__ = ["RequestState", "SampleState", "Sink"]
 
@@ -37,8 +37,8 @@ class Sink(Protocol):
         """All samples have ended; nothing follows. ``completion.usage`` is the request's."""
         ...
 
-    def fail(self, error: BaseException) -> None:
-        """Take the failure of the request; nothing follows. What was received before has been put."""
+    def fail(self, error: BaseException, usage: Usage) -> None:
+        """Take the failure of the request and what it has cost; nothing follows. What came before has been put."""
         ...
 
 
@@ -192,6 +192,7 @@ class RequestState:
         "request_id",
         "samples",
         "sink",
+        "times",
     )
 
     def __init__(self, processed: ProcessedRequest, sink: Sink, tokenizer: Tokenizer) -> None:
@@ -201,6 +202,7 @@ class RequestState:
         self.prompt_token_ids = processed.prompt_token_ids
         self.sink = sink
         self.first_token_at: float | None = None
+        self.times: RequestTimes | None = None
         self.prompt_logprobs = self._make_prompt_logprobs(tokenizer)
         self.samples = [
             self._make_sample(index, request.request_id, tokenizer) for index, request in enumerate(processed.requests)
@@ -228,9 +230,14 @@ class RequestState:
         """Return the engine's ids of the samples that have not ended."""
         return [sample.engine_id for sample in self.samples if sample.finish_reason is None]
 
+    def add_times(self, times: RequestTimes) -> None:
+        """Take the engine's times of a sample; those of the sample with the first token count."""
+        if self.times is None or (self.times.prefill_s is None and times.prefill_s is not None):
+            self.times = times
+
     def usage(self, now: float) -> Usage:
-        """Return what the request has cost up to ``now``."""
-        start = self.processed.submitted_at
+        """Return what the request has cost up to ``now``. Never fails, in any thread."""
+        start, times = self.processed.submitted_at, self.times
         return Usage(
             prompt_tokens=len(self.prompt_token_ids),
             completion_tokens=sum(len(sample.token_ids) for sample in self.samples),
@@ -239,6 +246,8 @@ class RequestState:
             num_preemptions=sum(sample.num_preemptions for sample in self.samples),
             time_to_first_token_s=None if self.first_token_at is None else self.first_token_at - start,
             total_time_s=now - start,
+            queue_time_s=None if times is None else times.queue_s,
+            prefill_time_s=None if times is None else times.prefill_s,
         )
 
     def completion(self, now: float) -> Completion:

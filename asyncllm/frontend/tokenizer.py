@@ -231,23 +231,7 @@ class Tokenizer:
 
     # ------------------------------------------------------------------------------------------------ ids to text
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ``ids``; ids that are in no vocabulary have none.
-
-        Equal to the library's (so to transformers') decoding, with one difference: of byte tokens (``<0xNN>``) that
-        do not make up UTF-8, each bad byte is a U+FFFD and whole characters beside them stay, where the library
-        replaces every byte of the run. A stream could not be exact otherwise without holding back the whole run.
-        """
-        if self.style is not DecodeStyle.BYTE_FALLBACK:
-            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        from asyncllm.frontend.decoders import make_decoder
-
-        decoder = make_decoder(self, skip_special_tokens)
-        parts = [decoder.push(token_id) for token_id in ids]
-        parts.append(decoder.flush())
-        return "".join(parts)
-
-    def decode_exactly_as_library(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return what the library's decoder makes of ``ids`` (the general path of streams)."""
+        """Return the text of ``ids``, as the library (so transformers) decodes them; ids in no vocabulary have none."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:

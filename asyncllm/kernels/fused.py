@@ -60,6 +60,8 @@ class FusedKernels:
     """The operations in torch."""
 
     name = "torch"
+    draws = False
+    """Whether there is :meth:`draw_tokens`; else drawing is left to the sampler in torch."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return ``x`` [T, size] normalised as :func:`rms_norm` does, as a new tensor."""
@@ -108,13 +110,15 @@ class FusedKernels:
         top_p: torch.Tensor,
         min_p: torch.Tensor,
         number: torch.Tensor,
-    ) -> DrawnTokens | None:
-        """Return a token of each row of ``logits`` [R, V] float32; ``None``: drawing is left to the sampler in torch.
+    ) -> DrawnTokens:
+        """Return a token of each row of ``logits`` [R, V] float32.
 
         The parameters are columns [R] on the device, as in :data:`asyncllm.kernels.base.SAMPLING_DTYPE`; ``number``
         [R] (float64) is the row's uniform number. The distribution is that of :mod:`asyncllm.sampling.sampler`.
+
+        :raises TypeError: these kernels do not draw.
         """
-        return None
+        raise TypeError(f"the {self.name} kernels do not draw")
 
 
 def fused_kernels(device: torch.device) -> FusedKernels:

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from asyncllm.kernels.base import SAMPLING_DTYPE
+from asyncllm.kernels.fused import fused_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy.typing as npt
 
     from asyncllm.kernels.base import DrawnTokens
     from asyncllm.kernels.fused import FusedKernels
+    from asyncllm.sampling.upload import Upload
 
-__all__ = ["DeviceDraw", "parameter_columns"]
+__all__ = ["DeviceDraw", "make_device_draw", "parameter_columns"]
 
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -28,16 +28,14 @@ _NOTHING = torch.empty(0)
 class DeviceDraw:
     """Draws by ``kernels``; ``upload`` brings an array to the device, where it must stay as it is."""
 
-    def __init__(self, kernels: FusedKernels, upload: Callable[[npt.NDArray[np.generic]], torch.Tensor]) -> None:
+    def __init__(self, kernels: FusedKernels, upload: Upload) -> None:
         self._kernels = kernels
         self._upload = upload
         self._parameters: npt.NDArray[np.void] | None = None
         self._columns: Columns = (_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
-    def __call__(
-        self, logits: torch.Tensor, parameters: npt.NDArray[np.void], numbers: torch.Tensor
-    ) -> DrawnTokens | None:
-        """Return a token of each row of ``logits`` [R, V]; ``None``: the kernels leave drawing to torch.
+    def __call__(self, logits: torch.Tensor, parameters: npt.NDArray[np.void], numbers: torch.Tensor) -> DrawnTokens:
+        """Return a token of each row of ``logits`` [R, V].
 
         ``parameters`` [R] of :data:`SAMPLING_DTYPE`, uploaded when they are another object than last time; ``numbers``
         [R] (float64), uniform, on the device.
@@ -47,6 +45,15 @@ class DeviceDraw:
             self._columns = parameter_columns(self._upload(words))
             self._parameters = parameters
         return self._kernels.draw_tokens(logits, *self._columns, numbers)
+
+
+def make_device_draw(device: torch.device, upload: Upload) -> DeviceDraw | None:
+    """Return what draws on ``device``; ``None`` where its kernels leave drawing to torch.
+
+    Raises as :func:`fused_kernels`.
+    """
+    kernels = fused_kernels(device)
+    return DeviceDraw(kernels, upload) if kernels.draws else None
 
 
 def parameter_columns(words: torch.Tensor) -> Columns:

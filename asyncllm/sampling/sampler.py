@@ -76,9 +76,7 @@ class Sampler:
             if drawn is not None:
                 return drawn
         if self._device_draw is not None and not metadata.all_greedy:
-            drawn = self._device_draw(logits, metadata.parameters, _numbers(logits, metadata, history))
-            if drawn is not None:
-                return drawn
+            return self._device_draw(logits, metadata.parameters, _numbers(logits, metadata, history))
         best = logits.amax(1)
         return argmax(logits) if metadata.all_greedy else self._draw_rows(logits, metadata, history), best
 

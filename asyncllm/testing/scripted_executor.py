@@ -130,9 +130,10 @@ class ScriptedExecutor(Executor):
         num_blocks = self.config.cache.num_blocks or DEFAULT_NUM_BLOCKS
         max_model_len = self.config.model.max_model_len or checkpoint.max_position
         return ExecutorInfo(
-            max_model_len=min(max_model_len, num_blocks * self.config.cache.block_size),
+            max_model_len=min(max_model_len, num_blocks * self.config.cache.tokens_per_block),
             vocab_size=self._vocab_size,
             eos_token_ids=eos_token_ids,
+            block_size=self.config.cache.tokens_per_block,
             num_blocks=num_blocks,
             kv_cache_bytes=0,
             device="scripted",
@@ -256,7 +257,7 @@ class ScriptedExecutor(Executor):
 
     def _draw(self, step: SchedulerOutput) -> ModelRunnerOutput:
         output = ModelRunnerOutput(step.step_id, [])
-        block_size = self.config.cache.block_size
+        block_size = self.config.cache.tokens_per_block
         for slot, num_scheduled in zip(step.slots, step.num_scheduled_tokens, strict=True):
             row = self._rows.get(slot)
             if row is None:

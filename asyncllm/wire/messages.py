@@ -231,6 +231,13 @@ class FinishedRequest(msgspec.Struct, array_like=True, gc=False):
     error: ErrorInfo | None = None
 
 
+class RequestTimes(msgspec.Struct, array_like=True, gc=False):
+    """Durations of one request by the engine's clock, in seconds; see :class:`asyncllm.Usage`."""
+
+    queue_s: float  # from its arrival at the engine until the first step that took it in was made
+    prefill_s: float | None = None  # from there until its first token was there; None: it ended without one
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=4, gc=False):
     """All that one step produced. ``request_ids[i]`` got the new token ``token_ids[i]``, in order.
 
@@ -245,6 +252,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=4, gc=False):
     prompt_logprobs: dict[int, LogprobRows] = {}
     stats: SchedulerStats | None = None
     num_cached_tokens: dict[int, int] = {}  # of requests admitted lately, where not 0; with their first token or before
+    timings: dict[int, RequestTimes] = {}  # of requests whose first token (or end without one) is in this message
+    num_preemptions: dict[int, int] = {}  # of requests preempted since the last message with tokens: how often ever
 
 
 class UtilityResult(msgspec.Struct, array_like=True, tag=5):

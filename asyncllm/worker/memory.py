@@ -124,7 +124,7 @@ def plan_kv_cache(
     :raises InsufficientMemoryError: the blocks do not fit the memory, or one request of the asked length does not fit
         the blocks.
     """
-    cache, block_size = config.cache, config.cache.block_size
+    cache, block_size = config.cache, config.cache.tokens_per_block
     wanted_len = config.model.max_model_len or model_max_len
     blocks_per_request = -(-wanted_len // block_size)
     if profile is None:

@@ -29,10 +29,9 @@ from asyncllm.attention.base import (
     StepField,
     StepLimits,
 )
-from asyncllm.kernels.fused import fused_kernels
 from asyncllm.models.base import ForwardContext, StepModel
 from asyncllm.sampling.columns import SamplingMetadata
-from asyncllm.sampling.device_draw import DeviceDraw
+from asyncllm.sampling.device_draw import make_device_draw
 from asyncllm.sampling.logprobs import LogprobTensors, compute_logprobs
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.rng import uniforms
@@ -192,7 +191,7 @@ class ModelRunner:
         self._buffers = StepBuffers(runtime, [*_own_fields(limits, spec.block_size), *fields])
         self._inputs = self._buffers.device
         self.graphs = DecodeGraphs(runtime, list(graph_sizes) if backend.graphs is not GraphSupport.NONE else [])
-        self.sampler = Sampler(spec.kernels, DeviceDraw(fused_kernels(spec.device), runtime.upload))
+        self.sampler = Sampler(spec.kernels, make_device_draw(spec.device, runtime.upload))
         self._stages_uniforms = spec.kernels is None  # kernels that draw make their own
         self._metadata: SamplingMetadata | None = None
         self._metadata_version = -1

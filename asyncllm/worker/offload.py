@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +15,11 @@ import torch
 from asyncllm.errors import InsufficientMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from torch import nn
 
-__all__ = ["check_room", "give_back_memory", "move_to_device", "move_to_host", "weight_bytes"]
+__all__ = ["check_room", "give_back_memory", "move_to_device", "move_to_host", "telling_of_memory", "weight_bytes"]
 
 
 def check_room(what: str, needed_bytes: int, free_bytes: int, phase: str, remedy: str) -> None:
@@ -33,6 +34,19 @@ def check_room(what: str, needed_bytes: int, free_bytes: int, phase: str, remedy
             needed_bytes=needed_bytes,
             available_bytes=free_bytes,
         )
+
+
+@contextmanager
+def telling_of_memory(phase: str, what: str, remedy: str) -> Generator[None]:
+    """Make a typed error of memory that host or device refuse to ``what``.
+
+    :raises InsufficientMemoryError: they did; tells ``remedy``.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        found = str(error).partition("\n")[0] or "the system refuses it"
+        raise InsufficientMemoryError(f"there is no memory for {what} ({found}); {remedy}", phase=phase) from error
 
 
 def weight_bytes(model: nn.Module) -> int:

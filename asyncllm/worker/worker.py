@@ -21,7 +21,7 @@ from asyncllm.attention.base import NAME_TO_KV_FORMAT, AttentionBackend, Attenti
 from asyncllm.attention.native import NativeAttention
 from asyncllm.attention.selector import choose_backend, why_others_were_not
 from asyncllm.checkpoint import open_checkpoint
-from asyncllm.errors import CheckpointError, ConfigError, InsufficientMemoryError, UsageError
+from asyncllm.errors import CheckpointError, ConfigError, UsageError
 from asyncllm.kernels.selector import make_kernels
 from asyncllm.layers.linear_native import NativeLinearMethod
 from asyncllm.models.native import NativeModel
@@ -32,7 +32,14 @@ from asyncllm.worker.cuda_graphs import graph_sizes
 from asyncllm.worker.device_runtime import DeviceRuntime, make_runtime
 from asyncllm.worker.memory import KVCachePlan, MemoryProfile, plan_kv_cache
 from asyncllm.worker.model_runner import ModelRunner, StepResult
-from asyncllm.worker.offload import check_room, give_back_memory, move_to_device, move_to_host, weight_bytes
+from asyncllm.worker.offload import (
+    check_room,
+    give_back_memory,
+    move_to_device,
+    move_to_host,
+    telling_of_memory,
+    weight_bytes,
+)
 from asyncllm.worker.profile_run import largest_step, measure_graph_bytes, measure_step_bytes
 
 if TYPE_CHECKING:
@@ -104,6 +111,11 @@ class Worker:
         return next(name for name, known in NAME_TO_KV_FORMAT.items() if known is stored_as)
 
     @property
+    def block_size(self) -> int:
+        """Return the tokens per KV block: the option, or, once the model is there, what its attention backend wants."""
+        return self.config.cache.tokens_per_block
+
+    @property
     def bytes_per_block(self) -> int:
         """Return the memory of one KV block over all layers."""
         return self._ready(self._backend).bytes_per_block()
@@ -152,6 +164,7 @@ class Worker:
 
         :raises ModelError: the checkpoint is not there, not supported or damaged.
         :raises ConfigError: ``max_model_len`` is more than the model's positions cover, or no backend serves the model.
+        :raises InsufficientMemoryError: the weights do not fit.
         """
         checkpoint, self._checkpoint = self._checkpoint or open_checkpoint(self.config.model.model), None
         max_model_len, max_position = self.config.model.max_model_len, checkpoint.max_position
@@ -163,36 +176,44 @@ class Worker:
                 limit=max_position,
             )
         kernels = self._kernels
-        model = build_model(
-            checkpoint,
-            self.dtype,
-            self.device,
-            max_position=max_model_len,
-            linear_method=NativeLinearMethod(kernels, self.config.model.quantization) if kernels is not None else None,
-            report=lambda fraction: self.report("load_model", fraction),
-        )
+        remedy = "use a smaller or quantized model, or free memory"
+        with telling_of_memory("load_model", f"the weights in {self.dtype}", remedy):
+            model = build_model(
+                checkpoint,
+                self.dtype,
+                self.device,
+                max_position=max_model_len,
+                linear_method=NativeLinearMethod(kernels, self.config.model.quantization)
+                if kernels is not None
+                else None,
+                report=lambda fraction: self.report("load_model", fraction),
+            )
         self._model_max_len = max_position
         # Rows of embedding and head beyond the tokenizer's ids are padding.
         self.vocab_size = min(model.vocab_size, checkpoint.num_tokens or model.vocab_size)
         self.eos_token_ids = checkpoint.eos_token_ids
-        spec = self._spec = AttentionSpec(
+        spec = AttentionSpec(
             num_layers=model.num_layers,
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            block_size=self.config.cache.block_size,
+            block_size=self.block_size,
             dtype=self.dtype,
             device=self.device,
             kernels=kernels,
             kv_cache_dtype=self.config.cache.kv_cache_dtype,
         )
         self._backend = self._choose_backend(spec)
+        spec = self._spec = self._backend.spec
+        self.config = self.config.with_block_size(spec.block_size)
         self._model = model
         if kernels is not None and isinstance(self._backend, NativeAttention):
             self._model = NativeModel(model, kernels, block_size=spec.block_size, kv_format=spec.kv_format)
 
     def _choose_backend(self, spec: AttentionSpec) -> AttentionBackend:
-        return choose_backend(self.config.device.attention_backend, spec, self.platform.attention_backends)
+        preferred = self.platform.attention_backends
+        any_block_size = self.config.cache.block_size is None
+        return choose_backend(self.config.device.attention_backend, spec, preferred, any_block_size=any_block_size)
 
     def _make_kernels(self, num_threads: int) -> Kernels | None:
         """Return the compiled CPU kernels where they are there and wanted; say loudly where they are not there.
@@ -249,14 +270,17 @@ class Worker:
         """
         memory, backend = self._ready(self.device_memory), self._ready(self._backend)
         max_model_len = self.config.model.max_model_len or self._model_max_len
-        block_size = self.config.cache.block_size
+        block_size = self.block_size
         step = largest_step(self.config.scheduler, block_size=block_size, max_prompt_len=max(max_model_len - 1, 1))
 
         def make_runner() -> ModelRunner:
             return self._make_runner(backend.allocate(1), max_model_len)
 
-        step_bytes = measure_step_bytes(make_runner, step, memory)
-        graph_bytes = measure_graph_bytes(make_runner, memory)
+        with telling_of_memory(
+            "determine_num_blocks", "the largest step", "lower max_num_batched_tokens or max_num_seqs"
+        ):
+            step_bytes = measure_step_bytes(make_runner, step, memory)
+            graph_bytes = measure_graph_bytes(make_runner, memory)
         free_bytes, total_bytes = memory.memory_info()
         return MemoryProfile(
             total_bytes=total_bytes,
@@ -292,18 +316,15 @@ class Worker:
         :raises InsufficientMemoryError: the system refuses the memory.
         """
         self._plan = plan
-        try:
+        remedy = "lower num_blocks, or the share of the memory that KV blocks take"
+        with telling_of_memory("allocate_kv_cache", f"{plan.num_blocks} KV blocks", remedy):
             self._kv_caches = self._ready(self._backend).allocate(plan.num_blocks + 1)
             self._runner = self._make_runner(self._kv_caches, plan.max_model_len)
-        except MemoryError as error:
-            raise InsufficientMemoryError(
-                f"the system refuses the memory of {plan.num_blocks} KV blocks", phase="allocate_kv_cache"
-            ) from error
 
     def warm_up(self) -> None:
         """Run a small prefill and a decode step, so that no request pays for what happens once."""
         runner, scheduler = self._ready(self._runner), self.config.scheduler
-        block_size = self.config.cache.block_size
+        block_size = self.block_size
         room = int(runner.batch.block_table.max_blocks) * block_size - 2
         num_tokens = max(1, min(WARM_UP_TOKENS, scheduler.max_num_batched_tokens, room, runner.batch.max_tokens - 2))
         # All of it goes to the null block, whose content no row ever sees.
@@ -369,9 +390,11 @@ class Worker:
             self.allocate_kv_cache(plan)
             self.warm_up()
         except BaseException:
-            if level == 1:
-                self._offload_weights()
-            self._drop(level)
+            try:
+                if level == 1:
+                    self._offload_weights()
+            finally:
+                self._drop(level)
             raise
         self._sleep_level = 0
 
@@ -382,12 +405,14 @@ class Worker:
             return
         room_bytes = self.platform.free_memory_bytes()
         check_room("the weights", weight_bytes(model), room_bytes, "sleep", "sleep(level=2) drops them instead")
-        move_to_host(model, pinned=self.device.type == "cuda")
+        with telling_of_memory("sleep", "the weights on the host", "sleep(level=2) drops them instead"):
+            move_to_host(model, pinned=self.device.type == "cuda")
         self._is_offloaded = True
 
     def _restore_weights(self) -> None:
         if self._is_offloaded and isinstance(self._model, nn.Module):
-            move_to_device(self._model, self.device)
+            with telling_of_memory("wake_up", "the weights", "free memory and call wake_up() again"):
+                move_to_device(self._model, self.device)
             self._is_offloaded = False
 
     def _drop(self, level: int) -> None:

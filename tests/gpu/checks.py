@@ -14,6 +14,7 @@ from asyncllm import LLM, SamplingParams
 from asyncllm.attention.base import AttentionSpec, StepLimits
 from asyncllm.attention.triton import TritonAttention
 from asyncllm.sampling.columns import SamplingColumns
+from asyncllm.sampling.device_draw import make_device_draw
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.rng import uniforms
 from asyncllm.sampling.sampler import Sampler
@@ -302,5 +303,5 @@ def _drawer(device: torch.device, upload: Any, vocab: int, params: list[Any]) ->
     numbers = uniforms(metadata.parameters["seed"], metadata.parameters["sample_index"], positions)
     tokens = torch.zeros((num_rows, 4), dtype=torch.int64, device=device)
     history = TokenHistory(tokens, slots, positions + 1, positions + 1, upload(numbers))
-    drawer = Sampler()
+    drawer = Sampler(device_draw=make_device_draw(device, upload))
     return lambda logits: drawer.sample(logits, metadata, history).token_ids

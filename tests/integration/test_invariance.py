@@ -6,6 +6,7 @@ that are right come from transformers (greedy) or from the plainest configuratio
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import random
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ import pytest
 from asyncllm import LLM, AsyncLLM, Completion, FinishReason, SamplingParams
 from asyncllm.core.block_hash import hash_block
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.errors import PromptTooLongError, RequestError
+from asyncllm.errors import PromptTooLongError, RequestError, RequestFailedError
 from asyncllm.kernels import library
 from tests.support import models
 
@@ -257,3 +258,36 @@ def test_r58_padding_rows_of_the_head_are_never_drawn(padded_llama: Path) -> Non
         assert max(top.token_id for entry in completion.logprobs for top in entry.top) < 260
         with pytest.raises(RequestError):
             llm.generate([[261]])
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["in turn", "overlapped"])
+def test_requests_whose_numbers_are_not_finite_fail_alone(overlapped: bool, tmp_path: Path) -> None:
+    """Their last steps, and who found their beginnings in the cache, are out when that is found."""
+    from safetensors.torch import load_file, save_file
+
+    path, poison = models.write_tiny_llama(tmp_path, tie_word_embeddings=False), 200
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][poison] = float("nan")
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    good = [[7 + i] * 20 for i in range(6)]
+    bad = [[*good[i], poison, *[i] * 30] for i in range(3)]
+    expected = [models.greedy(path, prompt, 12) for prompt in good]
+    assert not any(poison in token_ids for token_ids in expected)
+
+    async def main() -> None:
+        options: dict[str, Any] = {"num_threads": 1, "num_blocks": 512, "max_num_batched_tokens": 24}
+        async with AsyncLLM(path, async_scheduling=overlapped, **options) as llm:
+
+            async def one(prompt: list[int]) -> list[int] | str:
+                try:
+                    return (await llm.generate(prompt, max_tokens=12, temperature=0.0, ignore_eos=True)).token_ids
+                except RequestFailedError as error:
+                    return error.message
+
+            for _ in range(2):  # the second time with what is cached
+                found = await asyncio.gather(*map(one, [*bad, *good, *bad]))
+                assert all("not finite" in str(one) for one in found[:3] + found[9:])
+                assert found[3:9] == expected
+            assert (await llm.stats()).num_free_blocks == llm.info.num_blocks
+
+    asyncio.run(main())

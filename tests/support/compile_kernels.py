@@ -32,7 +32,7 @@ def compile_kernel(
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name not in constants and (types[name].startswith("*") or "stride" in name)
+        if name not in constants and (types[name].startswith("*") or "stride" in name or name == "vocabulary")
     }
     source = ASTSource(
         fn=kernel,

@@ -18,7 +18,7 @@ from asyncllm.wire.messages import EngineCoreOutputs, EngineFinishReason, Engine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncllm.outputs import Completion, TokenDelta
+    from asyncllm.outputs import Completion, TokenDelta, Usage
 
 MARK = "▁"
 
@@ -145,6 +145,7 @@ class RecordingSink:
         self.deltas: list[TokenDelta] = []
         self.completion: Completion | None = None
         self.error: BaseException | None = None
+        self.usage: Usage | None = None
 
     @property
     def is_open(self) -> bool:
@@ -156,11 +157,11 @@ class RecordingSink:
 
     def finish(self, completion: Completion) -> None:
         assert self.is_open
-        self.completion = completion
+        self.completion, self.usage = completion, completion.usage
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, usage: Usage) -> None:
         assert self.is_open
-        self.error = error
+        self.error, self.usage = error, usage
 
     @property
     def text(self) -> str:
@@ -230,6 +231,6 @@ class FrontEnd:
     ) -> list[int]:
         """Let the engine send the last ``token_ids`` and end the request."""
         engine_id = request if isinstance(request, int) else request.engine_ids[0]
-        of_message = {name: columns.pop(name) for name in ("logprobs", "prompt_logprobs") if name in columns}
+        of_message = {name: columns.pop(name) for name in ("logprobs", "prompt_logprobs", "timings") if name in columns}
         row = FinishedRequest(engine_id, int(reason), **columns)
         return self.send(request, *token_ids, finished=[row], **of_message)

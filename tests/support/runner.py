@@ -32,8 +32,9 @@ class TinyModel(CausalLM):
     num_layers, num_heads, num_kv_heads, head_dim = 2, 4, 2, 8
     vocab_size, max_position = PADDED_VOCAB, 512
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, window: int | None = None) -> None:
         super().__init__()
+        self.attention_dtype, self.window = dtype, window
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int, scale: float) -> torch.Tensor:
@@ -53,10 +54,11 @@ class TinyModel(CausalLM):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         hidden = self.embedding[token_ids] + self.place[positions]
         for layer, weight in enumerate(self.qkv):
-            query, key, value = (hidden @ weight).split([32, 16, 16], 1)
+            query, key, value = (hidden @ weight).to(self.attention_dtype).split([32, 16, 16], 1)
             cache = context.kv_caches[layer]
             context.backend.write_kv(key.unflatten(1, (2, 8)), value.unflatten(1, (2, 8)), cache, context.plan)
-            attended = context.backend.forward(query.unflatten(1, (4, 8)), cache, context.plan, scale=0.4)
+            query = query.unflatten(1, (4, 8))
+            attended = context.backend.forward(query, cache, context.plan, scale=0.4, window=self.window)
             hidden = torch.tanh(hidden + attended)
         return hidden
 
@@ -73,19 +75,24 @@ def make_runner(
     max_num_batched_tokens: int = 512,
     backend: str = "reference",
     eos_token_ids: tuple[int, ...] = (0,),
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
 ) -> ModelRunner:
-    """Return a runner of the tiny model; backend ``device``: as on a GPU, with Triton kernels and recorded graphs."""
-    model, on_device = TinyModel(), backend == "device"
+    """Return a runner of the tiny model; backend ``device``: as on a GPU, with Triton kernels and recorded graphs.
+
+    ``flash_attn``: as there, with another backend. ``dtype``: of queries, keys and values.
+    """
+    model, on_device = TinyModel(dtype=dtype, window=window), backend in ("device", "flash_attn")
     spec = AttentionSpec(
         num_layers=model.num_layers,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         block_size=block_size,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
-    chosen = choose_backend("triton" if on_device else backend, spec, ())
+    chosen = choose_backend("triton" if backend == "device" else backend, spec, ())
     runner = ModelRunner(
         model,
         chosen,

@@ -66,7 +66,6 @@ def test_an_unknown_option_names_the_nearest_one() -> None:
         ("shutdown_timeout_s", -1),
         ("max_buffered_tokens", 0),
         ("max_buffered_tokens", 2**63),
-        ("block_size", None),
         ("enable_prefix_caching", "no"),
         ("tokenizer", 5),
         ("chat_template", 5),

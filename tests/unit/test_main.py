@@ -48,6 +48,18 @@ def test_generate_writes_the_text_to_stdout_and_the_speed_to_stderr(
     assert captured.err.endswith("length]\n")
 
 
+def test_stats_shows_every_token_and_time_on_stderr(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", *model, "prompt", "--max-tokens", "5", "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "abcde\n"
+    table = dict(line.strip().split("  ", 1) for line in captured.err.partition("usage\n")[2].splitlines())
+    assert table.keys() == {"prompt", "generated", "preemptions", "queue", "prefill", "first token", "total"}
+    assert table["generated"].strip() == "5 tokens, 0 of them drafted"
+    milliseconds = {name: float(value.removesuffix(" ms")) for name, value in table.items() if value.endswith(" ms")}
+    assert 0 <= milliseconds["queue"] < milliseconds["first token"] < milliseconds["total"]
+    assert 2 <= milliseconds["prefill"] <= milliseconds["first token"]  # a step takes 2 ms
+
+
 def test_generate_reads_a_prompt_from_stdin(
     model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

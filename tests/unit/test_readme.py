@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncllm import config
+from asyncllm import Usage, config
 from asyncllm.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +47,10 @@ def test_the_options_table_is_that_of_the_configuration() -> None:
 def test_the_sampling_table_is_that_of_the_parameters() -> None:
     expected = {field.name: shown(field.default) for field in msgspec.structs.fields(SamplingParams)}
     assert list(table("sampling").items()) == list(expected.items())
+
+
+def test_the_usage_table_names_every_field() -> None:
+    assert tuple(table("usage")) == Usage.__struct_fields__
 
 
 def test_the_map_names_every_room() -> None:

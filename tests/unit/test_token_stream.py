@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 
 from asyncllm._event_loop import current_event_loop
@@ -124,12 +125,36 @@ async def test_completion_of_a_stream_read_in_part_holds_everything() -> None:
 async def test_r16_items_received_are_delivered_before_the_error() -> None:
     stream, inbox, port = running()
     inbox.put(delta("a"))
-    inbox.fail(EngineDeadError("gone", exit_code=-9))
+    inbox.fail(EngineDeadError("gone", exit_code=-9), USAGE)
     assert str(await anext(stream)) == "a"
     with pytest.raises(EngineDeadError) as caught:
         await anext(stream)
     assert caught.value.exit_code == -9
     assert port.asked == []  # the engine owes nothing that could be aborted
+
+
+async def test_a_failed_stream_has_the_usage_that_came_with_the_error() -> None:
+    stream, inbox, _ = running()
+    assert stream.usage is None
+    inbox.fail(RequestFailedError("no"), USAGE)
+    stream.cancel()
+    assert stream.usage is USAGE
+
+
+async def test_what_a_cancelled_stream_has_cost_is_fixed_when_it_is_cancelled() -> None:
+    """Its end may be under way while another thread cancels it: nothing of that is delivered, so it does not count."""
+    stream, inbox, _ = running()
+    inbox.put(delta("a"))
+    assert str(await anext(stream)) == "a"
+    stream.cancel()
+    assert stream.usage is USAGE
+    late = Usage(prompt_tokens=2, completion_tokens=99)
+    inbox.finish(msgspec.structs.replace(Request("r", "abc").completion(USAGE), usage=late))
+    assert stream.usage is USAGE
+    completion = await stream.completion()
+    assert completion.usage is USAGE
+    inbox.fail(RequestFailedError("no"), late)
+    assert stream.usage is USAGE
 
 
 async def test_an_error_wakes_the_reader_that_waits() -> None:
@@ -142,7 +167,7 @@ async def test_an_error_wakes_the_reader_that_waits() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(read)
         await anyio.wait_all_tasks_blocked()
-        inbox.fail(RequestFailedError("no"))
+        inbox.fail(RequestFailedError("no"), USAGE)
 
 
 async def test_one_error_raised_by_many_streams_keeps_their_tracebacks_apart() -> None:
@@ -150,7 +175,7 @@ async def test_one_error_raised_by_many_streams_keeps_their_tracebacks_apart() -
     caught = []
     for _ in range(2):
         stream, inbox, _ = running()
-        inbox.fail(error)
+        inbox.fail(error, USAGE)
         with pytest.raises(EngineDeadError) as info:
             await anext(stream)
         caught.append(info.value)

@@ -11,7 +11,7 @@ token is read. Source: Dao 2023 (online softmax), split along the keys as in Fla
 
 # Kernels are read by Triton's compiler, not called by Python.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl
@@ -38,6 +38,76 @@ def _soft_cap(scores, scale_log2, softcap):
     e = tl.exp(-2.0 * tl.abs(x))
     tanh = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -tanh, tanh) * (softcap * 1.4426950408889634)
+
+
+@triton.jit
+def _attend(
+    acc,  # [ROWS, PADDED_DIM] sum of weighted values
+    total,  # [ROWS] sum of weights
+    largest,  # [ROWS] largest score, in units of log2
+    query,
+    position,
+    start,
+    end,
+    table,
+    cache,
+    value_offset,
+    scale_log2,
+    softcap,
+    window,
+    STRIDE_TOKEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    F32: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Return the three sums with the keys ``start … start + TILE`` in them.
+
+    ``MASKED``: not every token sees every key, or there are fewer. Both forms round alike, so that it is all one to a
+    token which its tile took: hence the explicit multiply-adds, which leave the compiler none to choose.
+    """
+    dims = tl.arange(0, PADDED_DIM)
+    key_position = start + tl.arange(0, TILE)
+    if MASKED:
+        key_ok = key_position < end
+        block = tl.load(table + key_position // BLOCK_SIZE, mask=key_ok, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + key_position // BLOCK_SIZE).to(tl.int64)
+    place = (block * BLOCK_SIZE + key_position % BLOCK_SIZE) * STRIDE_TOKEN
+    keys = cache + place[None, :] + dims[:, None]
+    values = cache + value_offset + place[:, None] + dims[None, :]
+    if MASKED:
+        dim_ok = dims < HEAD_DIM
+        key = tl.load(keys, mask=dim_ok[:, None] & key_ok[None, :], other=0.0)
+        value = tl.load(values, mask=key_ok[:, None] & dim_ok[None, :], other=0.0)
+    elif HEAD_DIM < PADDED_DIM:
+        dim_ok = dims < HEAD_DIM
+        key = tl.load(keys, mask=dim_ok[:, None], other=0.0)
+        value = tl.load(values, mask=dim_ok[None, :], other=0.0)
+    else:
+        key = tl.load(keys)
+        value = tl.load(values)
+    scores = _dot(query, key.to(query.dtype), tl.zeros([query.shape[0], TILE], tl.float32), F32, INTERPRET)
+    if SOFTCAP:
+        scores = _soft_cap(scores, scale_log2, softcap)
+        scale_log2 = 1.0
+    if MASKED:
+        seen = key_ok[None, :] & (key_position[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (key_position[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
+    fade = tl.exp2(largest - base)
+    total = tl.fma(total, fade, tl.sum(weights, 1))
+    acc = _dot(weights.to(query.dtype), value.to(query.dtype), acc * fade[:, None], F32, INTERPRET)
+    return acc, total, new_largest
 
 
 @triton.jit
@@ -85,7 +155,6 @@ def paged_attention_kernel(
     num_items = tl.load(bounds_ptr + first_bound + 1) - first_item
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, PADDED_DIM)
-    tile = tl.arange(0, TILE)
     dim_ok = dims < HEAD_DIM
     for work in range(tl.program_id(0), num_items * NUM_KV_HEADS, tl.num_programs(0)):
         item = items_ptr + first_item + work // NUM_KV_HEADS
@@ -121,33 +190,61 @@ def paged_attention_kernel(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         cache = cache_ptr + kv_head * HEAD_DIM
-        for start in range(begin, end, TILE):
-            key_position = start + tile
-            key_ok = key_position < end
-            block = tl.load(table + key_position // BLOCK_SIZE, mask=key_ok, other=0).to(tl.int64)
-            place = (block * BLOCK_SIZE + key_position % BLOCK_SIZE) * STRIDE_TOKEN
-            key = tl.load(cache + place[None, :] + dims[:, None], mask=dim_ok[:, None] & key_ok[None, :], other=0.0)
-            value = tl.load(
-                cache + value_offset + place[:, None] + dims[None, :],
-                mask=key_ok[:, None] & dim_ok[None, :],
-                other=0.0,
+        masked = begin
+        if not WINDOW:
+            masked = tl.maximum(begin, tl.minimum(end, context + first_token + 1) // TILE * TILE)
+            for start in range(begin, masked, TILE):
+                acc, total, largest = _attend(
+                    acc,
+                    total,
+                    largest,
+                    query,
+                    position,
+                    start,
+                    end,
+                    table,
+                    cache,
+                    value_offset,
+                    scale_log2,
+                    softcap,
+                    window,
+                    STRIDE_TOKEN,
+                    HEAD_DIM,
+                    PADDED_DIM,
+                    BLOCK_SIZE,
+                    TILE,
+                    False,
+                    WINDOW,
+                    SOFTCAP,
+                    F32,
+                    INTERPRET,
+                )
+        for start in range(masked, end, TILE):
+            acc, total, largest = _attend(
+                acc,
+                total,
+                largest,
+                query,
+                position,
+                start,
+                end,
+                table,
+                cache,
+                value_offset,
+                scale_log2,
+                softcap,
+                window,
+                STRIDE_TOKEN,
+                HEAD_DIM,
+                PADDED_DIM,
+                BLOCK_SIZE,
+                TILE,
+                True,
+                WINDOW,
+                SOFTCAP,
+                F32,
+                INTERPRET,
             )
-            scores = _dot(query, key.to(query.dtype), tl.zeros([ROWS, TILE], tl.float32), F32, INTERPRET)
-            if SOFTCAP:  # noqa: SIM108 - a branch of the compiler
-                scores = _soft_cap(scores, scale_log2, softcap)
-            else:
-                scores = scores * scale_log2
-            seen = key_ok[None, :] & (key_position[None, :] <= position[:, None])
-            if WINDOW:
-                seen = seen & (key_position[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(scores - base[:, None])
-            fade = tl.exp2(largest - base)
-            total = total * fade + tl.sum(weights, 1)
-            acc = _dot(weights.to(query.dtype), value.to(query.dtype), acc * fade[:, None], F32, INTERPRET)
-            largest = new_largest
 
         if slot >= 0:
             at = (slot + rows // GROUP).to(tl.int64)

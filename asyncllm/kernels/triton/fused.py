@@ -39,6 +39,7 @@ class TritonFusedKernels(FusedKernels):
     """The operations in Triton: on CUDA tensors, and in Triton's interpreter on CPU ones."""
 
     name = "triton"
+    draws = True
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return ``x`` [T, size] normalised, as a new tensor."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from triton.runtime.driver import driver
 
 from asyncllm.kernels.triton.attention_kernels import kv_write_kernel, merge_parts_kernel, paged_attention_kernel
+from asyncllm.kernels.triton.operators import define_operator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,20 +63,31 @@ def small_and_large_tile(capability: int, group: int, head_dim: int, dtype: torc
     ``capability``: 90 for 9.0; 0 where there is no device. ``group``: query heads of a key/value head. No choice spills
     registers or exceeds the shared memory of its devices: the tests compile them.
     """
-    group = triton.next_power_of_2(group)
-    dim, wide = padded_dim(head_dim), dtype == torch.float32
+    padded_group, dim = triton.next_power_of_2(group), padded_dim(head_dim)
     if not capability:  # in the interpreter large tiles only cost time
-        return Tile(max(16, group), 16, 4, 2), Tile(max(32, group), 16, 4, 2)
-    small, large = _sizes(capability, dim, wide=wide)
-    return small._replace(rows=max(small.rows, group)), large._replace(rows=max(large.rows, group))
+        small, large = Tile(16, 16, 4, 2), Tile(32, 16, 4, 2)
+    elif dtype == torch.float32:  # which no matrix unit multiplies exactly
+        small, large = Tile(16, 16, 4, 2), Tile(32, 32 if dim <= 128 else 16, 8, 2)
+    else:
+        small, large = _half_tiles(capability, dim, odd=group != padded_group)
+    return small._replace(rows=max(small.rows, padded_group)), large._replace(rows=max(large.rows, padded_group))
 
 
-def _sizes(capability: int, dim: int, *, wide: bool) -> tuple[Tile, Tile]:
-    if wide:
-        return Tile(16, 32, 4, 2), Tile(32, 32, 8, 2)
-    if dim <= 128:
-        return Tile(16, 64, 4, 2), Tile(128, 64, 8, 2)
-    return Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)
+def _half_tiles(capability: int, dim: int, *, odd: bool) -> tuple[Tile, Tile]:
+    """Return the tiles of bfloat16 and float16. ``odd``: groups are no power of two, which takes more registers.
+
+    A decode tile leaves room for four programs on a multiprocessor of 9.0, whose grid has four: memory is kept busy by
+    many small tiles in flight. A prefill tile takes nearly all registers; its third stage is for the block ids, which
+    are read before the keys that they lead to.
+    """
+    if dim > 128:
+        return Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)
+    if dim <= 64:
+        return Tile(16, 64, 4, 2), Tile(128, 64, 8, 3)
+    small = Tile(16, 32 if odd and capability in (86, 89) else 64, 4, 2)
+    if odd:
+        return small, Tile(128 if 90 <= capability < 120 else 64, 32, 8, 2)
+    return small, Tile(128, 64, 8, 3) if capability in (80, 90) else Tile(128, 32, 8, 2)
 
 
 @functools.cache
@@ -96,18 +108,6 @@ def num_programs(device_index: int) -> int:
         return NUM_INTERPRETED_PROGRAMS
     properties = driver.active.utils.get_device_properties(device_index)
     return PROGRAMS_PER_MULTIPROCESSOR * int(properties["multiprocessor_count"])
-
-
-# The low-level form: torch.library.custom_op adds ten and more microseconds to a call.
-_torch_library: Any = torch.library  # of which much has no types
-_library = _torch_library.Library("asyncllm", "FRAGMENT")
-_library.define(
-    "paged_attention(Tensor(a!) out, Tensor query, Tensor cache, Tensor slots, Tensor query_start, Tensor seq_lens,"
-    " Tensor block_tables, Tensor small_items, Tensor small_merges, Tensor large_items, Tensor large_merges,"
-    " Tensor bounds, Tensor(b!) part_out, Tensor(c!) part_stat, float scale, float softcap, int window,"
-    " int[] small_tile, int[] large_tile, bool small, bool merge_small, bool[] waves) -> ()"
-)
-_library.define("kv_write(Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping) -> ()")
 
 
 def _paged_attention(
@@ -227,16 +227,20 @@ def _nothing(*_: object) -> None:
     """Stand for an operator that only writes to its arguments, where tensors have no memory."""
 
 
-_library.impl("paged_attention", _paged_attention, "CompositeExplicitAutograd")
-_library.impl("kv_write", _kv_write, "CompositeExplicitAutograd")
-_torch_library.register_fake("asyncllm::paged_attention", _nothing, lib=_library)
-_torch_library.register_fake("asyncllm::kv_write", _nothing, lib=_library)
-
-paged_attention = torch.ops.asyncllm.paged_attention.default
-"""Write to ``out`` [T, H, D] the attention of ``query`` over the blocks of each row; see the schema above.
+paged_attention = define_operator(
+    "paged_attention(Tensor(a!) out, Tensor query, Tensor cache, Tensor slots, Tensor query_start, Tensor seq_lens,"
+    " Tensor block_tables, Tensor small_items, Tensor small_merges, Tensor large_items, Tensor large_merges,"
+    " Tensor bounds, Tensor(b!) part_out, Tensor(c!) part_stat, float scale, float softcap, int window,"
+    " int[] small_tile, int[] large_tile, bool small, bool merge_small, bool[] waves) -> ()",
+    _paged_attention,
+    _nothing,
+)
+"""Write to ``out`` [T, H, D] the attention of ``query`` over the blocks of each row; ``scale`` is above zero.
 
 ``small``, ``merge_small``: whether these launches are made; ``waves``: for each wave of large tiles, whether it merges.
 """
 
-kv_write = torch.ops.asyncllm.kv_write.default
+kv_write = define_operator(
+    "kv_write(Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping) -> ()", _kv_write, _nothing
+)
 """Store ``key`` and ``value`` [T, KV, D], heads of a token side by side, at ``slot_mapping`` [T]; -1 stores nothing."""

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from asyncllm.attention.selector import choose_backend, why_others_were_not
+from asyncllm.attention.selector import NAME_TO_BACKEND, choose_backend, why_others_were_not
 from asyncllm.errors import ConfigError
+from asyncllm.platforms import Platform
+from asyncllm.platforms.cpu import CpuPlatform
+from asyncllm.platforms.cuda import CudaPlatform
 from tests.support.attention import make_spec
 
 
@@ -41,8 +44,13 @@ def test_int8_keys_and_values_are_refused_in_torch_with_what_helps(name: str) ->
         choose_backend(name, make_spec(kv_cache_dtype="int8"), ("native", "cpu", "reference"))
 
 
+@pytest.mark.parametrize("platform", [CpuPlatform, CudaPlatform])
+def test_the_backends_that_a_platform_tries_are_known(platform: type[Platform]) -> None:
+    assert set(platform.attention_backends) <= set(NAME_TO_BACKEND)
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'auto', 'cpu', 'native', 'reference', 'triton'") as caught:
+    with pytest.raises(ConfigError, match="'auto', 'cpu', 'flash_attn', 'native', 'reference', 'triton'") as caught:
         choose_backend("cuda", make_spec(), ("cpu",))
     assert caught.value.parameter == "attention_backend"
     assert caught.value.value == "cuda"

@@ -198,6 +198,37 @@ def test_a_launch_that_fails_is_the_end_and_the_step_before_it_is_waited_for(tmp
     assert notes(core)[-3:] == ["launch 2", "result 1", "shutdown"]
 
 
+def test_sleep_ends_the_steps_that_are_out_and_their_tokens_come_first(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    core.apply(request(1, max_tokens=6))
+    tokens: dict[int, list[int]] = {}
+    add_outputs(tokens, step(core))
+    core.sleep()
+    add_outputs(tokens, step(core))
+    assert tokens == {1: [1, 2]}
+    assert core.step() is None
+    core.wake_up()
+    while core.has_work():
+        add_outputs(tokens, step(core))
+    assert tokens == {1: [1, 2, 3, 1, 2, 3]}
+
+
+def test_a_step_that_fails_while_a_utility_waits_for_it_is_still_the_engines_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(tmp_path)
+    core.apply(request(1, max_tokens=9))
+    step(core)
+
+    def fail(self: Late) -> ModelRunnerOutput:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Late, "result", fail)
+    for work in (core.sleep, core.step):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            work()
+
+
 @pytest.mark.parametrize(("option", "is_asynchronous", "expected"), [
     (True, False, True), (False, True, False), ("auto", False, False), ("auto", True, True),
 ])  # fmt: skip

@@ -119,6 +119,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.scheduler.check_integrity()
 
     @rule()
+    def nap(self) -> None:
+        engine = self.engine
+        while engine.in_air:
+            engine.land()
+        assert engine.scheduler.reset_prefix_cache(reset_running=True)
+        engine.scheduler.fall_asleep()
+        engine.worker.rows.clear()
+        engine.worker.memory.clear()
+        assert engine.launch() is None
+        engine.scheduler.check_integrity()
+        engine.scheduler.asleep = False
+
+    @rule()
     def collect(self) -> None:
         self.engine.receive(self.engine.scheduler.take_outputs())
 

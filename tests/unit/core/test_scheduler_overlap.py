@@ -106,17 +106,13 @@ def test_the_slot_changes_hands_at_once_and_the_blocks_do_not():
 def test_nobody_is_preempted_for_a_block_that_is_leaving():
     engine = Engine(num_blocks=7, block_size=4)
     a, b, c = (engine.add(n, max_tokens=m) for n, m in ((8, 20), (4, 8), (4, 8)))
-    launch(engine)
-    engine.land()
-    while num_free(engine):
-        launch(engine)
-        engine.land()
+    for _ in range(4):
+        engine.step()
+    assert num_free(engine) == 0
     launch(engine)
     engine.scheduler.abort_requests([a])
-    while engine.in_air:
-        engine.launch()
-        engine.land()
-    engine.run()
+    assert engine.launch() is None  # both wait for their third block
+    engine.run(depth=2)
     assert [engine.finished[i].num_preemptions for i in (b, c)] == [0, 0]
     assert engine.tokens[c] == solo_output([1002] * 4, 8)
 
@@ -139,15 +135,17 @@ def test_an_urgent_request_waits_for_blocks_that_are_leaving_and_nobody_makes_ro
 
 
 def test_an_urgent_request_that_must_wait_preempts_nobody_who_is_in_the_step_already():
-    engine = Engine(num_blocks=7, block_size=4, policy="priority", max_num_seqs=4)
-    a = engine.add(4, max_tokens=9, priority=5)
+    engine = Engine(num_blocks=6, block_size=4, policy="priority")
     others = [engine.add(4, max_tokens=9, priority=5) for _ in range(2)]
-    launch(engine)  # each takes a block in the next step
-    engine.scheduler.abort_requests([a])
-    urgent = engine.add(6, max_tokens=2, priority=0)
+    a = engine.add(8, max_tokens=9, priority=5)
     launch(engine)
+    engine.scheduler.abort_requests([a])
+    urgent = engine.add(8, max_tokens=2, priority=0)  # fits with what a gives back, until the others take a block each
+    step = engine.launch()
+    assert step is not None
+    assert engine.scheduled(step) == dict.fromkeys(others, 1)
     engine.run(depth=2)
-    assert engine.tokens[urgent] == solo_output([1003] * 6, 2)
+    assert engine.tokens[urgent] == solo_output([1003] * 8, 2)
     assert [engine.tokens[i] for i in others] == [solo_output([1000 + i] * 4, 9) for i in others]
 
 

@@ -20,6 +20,9 @@ class FakeWorker:
 
     device, dtype, attention_backend, kernels, kv_cache_dtype = "cpu", "torch.float32", "none", "none", "float32"
     vocab_size, eos_token_ids, bytes_per_block = 10, (2,), 1
+    platform = SimpleNamespace(reason="")
+    other_backends: dict[str, str] = {}  # noqa: RUF012
+    graph_sizes, memory_plan = (), None
 
     def __init__(self, config: EngineConfig, *, report: Any) -> None:
         self.threads = [threading.current_thread()]

@@ -20,7 +20,7 @@ from asyncllm.frontend.detokenizer import Detokenizer
 from asyncllm.outputs import FinishReason, TokenDelta
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.testing import EOS
-from asyncllm.wire.messages import EngineCoreOutputs, EngineFinishReason, FinishedRequest
+from asyncllm.wire.messages import EngineCoreOutputs, EngineFinishReason, FinishedRequest, RequestTimes
 from tests.support.frontend import FrontEnd, RecordingSink
 
 STOP, ABORT, ERROR = EngineFinishReason.STOP, EngineFinishReason.ABORT, EngineFinishReason.ERROR
@@ -441,6 +441,27 @@ def test_usage(front: FrontEnd) -> None:
     assert (usage.cached_tokens, usage.num_preemptions) == (1, 3)
     assert usage.time_to_first_token_s == pytest.approx(0.5)
     assert usage.total_time_s == pytest.approx(2.0)
+
+
+def test_times_of_the_engine_are_those_of_the_sample_with_the_first_token(front: FrontEnd) -> None:
+    request, sink = front.open(n=3)
+    first, second, third = request.engine_ids
+    front.finish(first, reason=EngineFinishReason.ABORT, timings={first: RequestTimes(9.0)})  # it had no token
+    front.send(second, *b"a", timings={second: RequestTimes(0.5, 0.25)})
+    front.send(third, *b"a", timings={third: RequestTimes(1.0, 0.75)})
+    front.output.abort(request.request_id)
+    assert sink.usage is not None
+    assert (sink.usage.queue_time_s, sink.usage.prefill_time_s) == (0.5, 0.25)
+
+
+def test_usage_of_a_failed_request(front: FrontEnd) -> None:
+    request, sink = front.open()
+    front.now = request.submitted_at + 1.0
+    front.send(request, *b"ab", num_preemptions={request.engine_ids[0]: 2})
+    front.output.fail(request.request_id, RequestFailedError("no"))
+    assert sink.usage is not None
+    assert (sink.usage.completion_tokens, sink.usage.num_preemptions) == (2, 2)
+    assert sink.usage.total_time_s == pytest.approx(1.0)
 
 
 def test_cached_tokens_are_known_where_the_engine_sends_no_last_row(front: FrontEnd) -> None:

@@ -22,11 +22,6 @@ CPU = torch.device("cpu")
 VARIABLE = "ASYNCLLM_FUSED_KERNELS"
 
 
-def interpreted() -> bool:
-    triton = pytest.importorskip("triton")
-    return bool(triton.knobs.runtime.interpret)
-
-
 class PagedReference(ReferenceAttention):
     """The oracle over caches [2, N, S, KV, D], which the fused kernels write."""
 
@@ -46,13 +41,12 @@ class PagedReference(ReferenceAttention):
         return super().forward(query, (keys, values), plan, **options)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_gemma3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_gives_the_same_with_either_kind(
     write: Callable[[Path], Path], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not interpreted():
-        pytest.skip("needs TRITON_INTERPRET=1 before triton is imported")
     folder, logits = write(tmp_path), dict[str, torch.Tensor]()
     for kind in ("torch", "triton"):
         monkeypatch.setenv(VARIABLE, kind)
@@ -75,8 +69,8 @@ def test_a_cpu_computes_in_torch_unless_it_is_told(monkeypatch: pytest.MonkeyPat
     assert fused_kernels(CPU).name == "torch"
 
 
+@pytest.mark.triton
 def test_a_gpu_computes_in_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
     monkeypatch.delenv(VARIABLE, raising=False)
     assert fused_kernels(torch.device("cuda")).name == "triton"
     monkeypatch.setenv(VARIABLE, "torch")
@@ -98,8 +92,8 @@ def test_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         fused_kernels(CPU)
 
 
+@pytest.mark.triton
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted()
     monkeypatch.setenv(VARIABLE, "triton")
     monkeypatch.setattr("asyncllm.kernels.triton.fused.INTERPRETED", False)
     with pytest.raises(ConfigError, match="in its interpreter only"):

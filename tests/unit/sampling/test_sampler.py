@@ -9,27 +9,11 @@ import torch
 
 from asyncllm.sampling import columns, sampler
 from asyncllm.wire.messages import EngineSampling
+from tests.support.distributions import Float64, reference
 from tests.support.sampling import sample, sampling
 
 VOCAB = 50
 DRAWS = 20_000
-
-Float64 = npt.NDArray[np.float64]
-
-
-def reference(logits: torch.Tensor, params: EngineSampling) -> Float64:
-    """Return the distribution that ``params`` make of one row of ``logits``."""
-    scaled = logits.numpy().astype(np.float64) / params.temperature
-    shares = np.exp(scaled - scaled.max())
-    shares /= shares.sum()
-    order = np.argsort(-shares, kind="stable")
-    kept = np.zeros(len(shares), bool)
-    kept[order[: params.top_k or None]] = True
-    shares = np.where(kept, shares, 0) / shares[kept].sum()
-    before = np.cumsum(shares[order]) - shares[order]
-    kept[order[before >= params.top_p]] = False
-    kept &= shares >= params.min_p * shares.max()
-    return np.where(kept, shares, 0) / shares[kept].sum()
 
 
 def draws(logits: torch.Tensor, params: EngineSampling, count: int = DRAWS) -> npt.NDArray[np.int64]:

@@ -36,11 +36,12 @@ def write_models(folder: Path) -> list[Path]:
     return folders
 
 
+@pytest.mark.parametrize("fused", ["triton", "torch"])
 @pytest.mark.parametrize("backend", ["triton"])
-def test_a_step_never_waits_for_the_device(backend: str, guard: Path, tmp_path: Path) -> None:
+def test_a_step_never_waits_for_the_device(backend: str, fused: str, guard: Path, tmp_path: Path) -> None:
     folders = write_models(tmp_path)
     program = [sys.executable, "-m", "tests.support.fake_cuda", str(guard), backend, *map(str, folders)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "ASYNCLLM_FUSED_KERNELS": fused}
     ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]

@@ -35,6 +35,7 @@ PATHS = [
     pytest.param({"attention_backend": "cpu"}, id="torch"),
     pytest.param({"attention_backend": "cpu", "dtype": "bfloat16"}, id="torch-bfloat16"),
 ]
+INTERPRETED = pytest.param({"attention_backend": "triton", "max_num_seqs": 3}, marks=pytest.mark.triton, id="triton")
 
 
 def run(started: Started, count: int = 6) -> list[int]:
@@ -54,7 +55,7 @@ def anonymous_bytes() -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
 
 
-@pytest.mark.parametrize("options", PATHS)
+@pytest.mark.parametrize("options", [*PATHS, INTERPRETED])
 @pytest.mark.parametrize("levels", [[1], [2], [1, 1], [1, 2], [2, 1]])
 def test_it_wakes_up_with_the_same_tokens_and_an_empty_batch(
     tiny_llama: Path, options: dict[str, Any], levels: list[int]
@@ -340,3 +341,61 @@ def test_a_move_that_fails_half_way_moves_nothing(monkeypatch: pytest.MonkeyPatc
         offload.move_to_device(model, torch.device("cpu"))
     assert [tensor.data_ptr() for tensor in model.parameters()] == places
     assert offload.weight_bytes(model) == 2 * (4 + 2) * 4
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "phase", "words"),
+    [
+        (
+            "worker.build_model",
+            torch.OutOfMemoryError,
+            "load_model",
+            r"weights in torch\.bfloat16 \(full\); use a smaller",
+        ),
+        (
+            "worker.measure_step_bytes",
+            torch.OutOfMemoryError,
+            "determine_num_blocks",
+            "lower max_num_batched_tokens or",
+        ),
+        ("worker.ModelRunner", MemoryError, "allocate_kv_cache", r"64 KV blocks \(full\); lower num_blocks"),
+    ],
+)
+def test_memory_that_is_refused_while_starting_is_told_with_its_remedy(
+    on_device: Callable[..., Started],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    error: type[Exception],
+    phase: str,
+    words: str,
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise error("full\nand a long explanation")
+
+    monkeypatch.setattr(f"asyncllm.worker.{place}", fail)
+    monkeypatch.setattr("asyncllm.worker.worker.measure_graph_bytes", lambda *args: 0)
+    if place == "worker.ModelRunner":
+        monkeypatch.setattr("asyncllm.worker.worker.measure_step_bytes", lambda *args: 0)
+    with pytest.raises(InsufficientMemoryError, match=words) as caught, on_device(num_blocks=64):
+        pass
+    assert caught.value.phase == phase
+
+
+def test_a_device_that_is_full_keeps_the_engine_asleep_and_its_weights_on_the_host(
+    on_device: Callable[..., Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_device() as started:
+        before = run(started)
+        started.worker.sleep(1)
+
+        def fail(*args: Any) -> None:
+            raise torch.OutOfMemoryError("full")
+
+        for place in ("worker.move_to_device", "worker.Worker.warm_up"):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"asyncllm.worker.{place}", fail)
+                with pytest.raises((InsufficientMemoryError, torch.OutOfMemoryError), match="full"):
+                    started.worker.wake_up()
+            assert started.worker._is_offloaded
+        started.worker.wake_up()
+        assert run(started) == before

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-
 REPOSITORY = Path(__file__).resolve().parents[4]
 
 
+@pytest.mark.triton
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["fused", "sample"])
 def test_kernels_compile_without_spilling(group: str, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_scratch_memory_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whole_prefill_is_the_same_as_in_chunks() -> None:
-    """In chunks of whole tiles, that is: the interpreter's matrix product rounds a row by its place among the others."""
+    """In chunks of whole tiles: the interpreter's matrix product rounds a row by its place among the others."""
     rows = make_rows()
     backend, cache = filled(rows)
     backend.max_parts = 1  # uncut: where a row is cut depends on the length of the chunk
@@ -104,13 +104,3 @@ def test_block_size_and_the_places_of_blocks() -> None:
         torch.cat(rows.run(*filled(rows), MIXED)),
         torch.cat(other.run(*filled(other), MIXED)),
     )
-
-
-def test_the_same_launches_serve_other_lengths_of_a_decode_step() -> None:
-    """A captured step keeps the plan's launches; only what the arrays hold is new."""
-    rows = make_rows()
-    backend, _ = filled(rows)
-    short = [(row, 0, 1) for row in range(4)]
-    first = rows.plan(backend, short)
-    second = rows.plan(backend, DECODE)
-    assert (first.small, first.merge_small, first.waves) == (second.small, second.merge_small, second.waves)

@@ -13,9 +13,9 @@ from asyncllm.kernels.fused import FusedKernels, HeadNorms, Rotation
 
 pytest.importorskip("triton")
 
-from asyncllm.kernels.triton.fused import INTERPRETED, TritonFusedKernels
+from asyncllm.kernels.triton.fused import TritonFusedKernels
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 before triton is imported")
+pytestmark = pytest.mark.triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TWIN, KERNELS = FusedKernels(), TritonFusedKernels()

@@ -14,15 +14,16 @@ import torch
 from asyncllm.kernels.base import SAMPLING_DTYPE
 from asyncllm.sampling.device_draw import DeviceDraw
 from asyncllm.sampling.rng import uniforms
+from tests.support.runner import Driver, make_runner
 from tests.support.sampling import sample, sampling
 from tests.unit.kernels.test_drawing import FIELDS
 
 pytest.importorskip("triton")
 
 from asyncllm.kernels.triton import sample as kernels
-from asyncllm.kernels.triton.fused import INTERPRETED, TritonFusedKernels
+from asyncllm.kernels.triton.fused import TritonFusedKernels
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 before triton is imported")
+pytestmark = pytest.mark.triton
 
 TEMPERATURES = (1.0, 0.3, 7.0)
 
@@ -179,3 +180,15 @@ def test_parameters_are_uploaded_only_when_they_change() -> None:
     for parameters_of_step in (parameters, parameters, parameters.copy()):
         draw(torch.randn(2, 9), parameters_of_step, numbers)
     assert len(uploads) == 2
+
+
+def test_a_runner_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way of the parameters and the numbers to the device, with a greedy row among the others."""
+    found: list[dict[int, list[int]]] = []
+    for kind in ("torch", "triton"):
+        monkeypatch.setenv("ASYNCLLM_FUSED_KERNELS", kind)
+        driver = Driver(make_runner())
+        for request_id, fields in enumerate(({"top_k": 9}, {"temperature": 0.0}, {"top_p": 0.8, "min_p": 0.01}, {})):
+            driver.add(request_id, [3, 5, 7 + request_id], sampling(**{"temperature": 1.0, "seed": 11, **fields}))
+        found.append(driver.generate(3))
+    assert found[0] == found[1]
