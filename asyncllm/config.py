@@ -108,7 +108,7 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     """``priority``: lower ``priority`` first, then arrival; a more urgent request may preempt."""
     async_scheduling: bool | Literal["auto"] = AUTO
-    """Launch each step before the ids of the one before it are known. ``auto``: on a GPU; on a CPU it gains nothing."""
+    """Launch each step before the ids of the one before it are known. ``auto``: on a GPU, not on a CPU."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)

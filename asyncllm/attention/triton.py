@@ -64,7 +64,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(spec)
         from asyncllm.kernels.triton import paged_attention as kernels
 
-        self._kernels = kernels
+        self.kernels = kernels
         self._fused = fused_kernels(spec.device)
         self._group = spec.num_heads // spec.num_kv_heads
         self._small: Tile
@@ -76,6 +76,7 @@ class TritonAttention(AttentionBackend):
         """Parts of a row at most, if scratch memory allows."""
         self.softcap = 0.0
         """Scores are ``softcap * tanh(scores / softcap)`` if not zero."""
+        self._windows = set[int | None]()
         self._work: WorkList | None = None
         self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         """Partial results, and what they are weighted by; every layer writes them anew."""
@@ -143,7 +144,7 @@ class TritonAttention(AttentionBackend):
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: TritonPlan) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
-        self._kernels.kv_write(side_by_side(key), side_by_side(value), cache, plan.batch.slot_mapping)
+        self.kernels.kv_write(side_by_side(key), side_by_side(value), cache, plan.batch.slot_mapping)
 
     def rotate_and_write(
         self,
@@ -164,8 +165,10 @@ class TritonAttention(AttentionBackend):
         if query.stride(2) != 1:
             query = query.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        is_new = window not in self._windows  # once, also what this step needs not: no later one waits for a compiler
+        self._windows.add(window)
         batch, fields = plan.batch, plan.batch.fields
-        self._kernels.paged_attention(
+        self.kernels.paged_attention(
             out,
             query,
             cache,
@@ -184,9 +187,9 @@ class TritonAttention(AttentionBackend):
             window or 0,
             self._small,
             self._large,
-            plan.small,
-            plan.merge_small,
-            plan.waves,
+            plan.small or is_new,
+            plan.merge_small or is_new,
+            [True, *plan.waves[1:]] if is_new else plan.waves,
         )
         return out.view(out.shape[0], -1)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from asyncllm.config import EngineConfig
-    from asyncllm.wire.step import SchedulerOutput
+    from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 
@@ -64,6 +64,17 @@ UTILITIES = frozenset(
     }
 )
 """The methods of :class:`EngineCore` that the front end may call by name."""
+
+
+class _FailedStep:
+    """A step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        """Raise why."""
+        raise self._error
 
 
 class EngineCore:
@@ -133,7 +144,7 @@ class EngineCore:
         while len(self._steps_out) < self.max_steps_out and (scheduled := self.scheduler.schedule()) is not None:
             if scheduled.new_requests:
                 self.clock.schedule(scheduled.new_requests)
-            self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
+            self._steps_out.append((scheduled, self._launch(scheduled)))
         outputs = self._end_oldest(take_inputs) if self._steps_out else self.scheduler.take_outputs()
         if outputs is not None:
             self.clock.stamp(outputs)
@@ -146,6 +157,14 @@ class EngineCore:
             if not self.scheduler.has_unfinished():
                 self._answer_all(self._drains)
         return outputs
+
+    def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Launch a step; a failure is told in its turn, after what the steps that are out still produce."""
+        try:
+            return self.executor.execute_model(scheduled)
+        except Exception as error:
+            self.max_steps_out = 0  # nothing is launched after it
+            return _FailedStep(error)
 
     def _end_oldest(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs:
         scheduled, pending = self._steps_out[0]

@@ -420,6 +420,7 @@ class ModelRunner:
         """Return the logprobs of the prompt tokens that follow this step's prompt positions, where they are wanted."""
         batch, flat = self.batch, prepared.batch
         found: list[PromptLogprobs] = []
+        starts = np.cumsum(flat.query_lens) - flat.query_lens  # what was staged is the device's by now
         for row, slot in enumerate(prepared.slots.tolist()):
             num_top = batch.slot_to_prompt_logprobs.get(slot)
             if num_top is None:
@@ -428,7 +429,7 @@ class ModelRunner:
             end = min(end, int(batch.num_prompt_tokens[slot]) - 1)  # the last prompt position predicts the first output
             if first >= end:
                 continue
-            start = int(flat.query_start[row])
+            start = int(starts[row])
             parts: list[LogprobTensors] = []
             size = max(1, PROMPT_LOGPROB_ELEMENTS // self.vocab_size)
             for begin in range(first, end, size):
