@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError, shown
-from asyncllm.frontend.chat_template import ChatTemplate
+from asyncllm.frontend.chat import ChatProcessor
+from asyncllm.frontend.parsing.select import OutputFormat
 from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, RareSampling
@@ -60,6 +61,8 @@ class ProcessedRequest:
     """One per sample, in order of ``index``."""
     submitted_at: float
     """:func:`time.perf_counter` when the request came in."""
+    output: OutputFormat | None = None
+    """How the output is cut into channels; ``None``: it is content."""
 
     @property
     def engine_ids(self) -> list[int]:
@@ -93,7 +96,8 @@ class InputProcessor:
             num_kv_tokens=None,
             block_size=config.cache.tokens_per_block,
         )
-        self._chat_template = ChatTemplate.from_checkpoint(checkpoint, config.model.chat_template)
+        self.chat = ChatProcessor(config, checkpoint, tokenizer)
+        """Makes the prompts of chat requests, to be passed to :meth:`process` with ``add_special_tokens=False``."""
         self._engine_ids = itertools.count(1)
         self._names = itertools.count(1)
         self._name_prefix = f"request-{os.urandom(4).hex()}-"
@@ -126,34 +130,12 @@ class InputProcessor:
         """Return whether ``params`` hold words that take so long to tokenize, whatever the prompt. O(words)."""
         return 2 * sum(map(len, params.bad_words or ())) >= LONG_TEXT_CHARS  # each is encoded twice
 
-    def prepare_chat(self) -> None:
-        """Compile the chat template, if there is one. Imports jinja2 and takes some 0.1 s, which a first chat saves."""
-        self._chat_template.prepare()
-
     def is_long_chat(self, messages: object) -> bool:
         """Return whether rendering and processing ``messages`` take so long that they belong in a thread."""
         try:
             return _num_chars(messages) >= LONG_TEXT_CHARS
         except RecursionError:  # to be refused by the template
             return True
-
-    def render_chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        """Return the prompt text that the model's chat template makes of ``messages``.
-
-        Encode it with ``add_special_tokens=False``: a template writes the special tokens itself.
-
-        :raises InvalidParameterError: the messages are malformed, the template refuses them, or there is no template.
-        """
-        return self._chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-        )
 
     def process(
         self,
@@ -164,8 +146,11 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        output: OutputFormat | None = None,
     ) -> ProcessedRequest:
         """Return the engine requests for ``prompt``, a text or token ids; ids are taken as they are.
+
+        ``output`` says how what comes back is read; without text (``detokenize=False``) it is not.
 
         Whether ``request_id`` is in use is found by :meth:`OutputProcessor.add_request`; ``None`` makes one up.
 
@@ -189,7 +174,12 @@ class InputProcessor:
             EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt) for sampling in samplings
         ]
         return ProcessedRequest(
-            request_id=request_id, prompt_token_ids=ids, params=params, requests=requests, submitted_at=submitted_at
+            request_id=request_id,
+            prompt_token_ids=ids,
+            params=params,
+            requests=requests,
+            submitted_at=submitted_at,
+            output=output if params.detokenize else None,
         )
 
     # ------------------------------------------------------------------------------------------------- the prompt

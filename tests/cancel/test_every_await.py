@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -103,6 +104,17 @@ async def test_generate_in_a_burst(llm: AsyncLLM, check: Check) -> None:
 async def test_chat(llm: AsyncLLM, check: Check) -> None:
     async def chat() -> None:
         await llm.chat([{"role": "user", "content": "hello"}], max_tokens=4).completion()
+
+    assert await at_every_await(chat, check) >= 3
+
+
+async def test_chat_with_a_template_of_its_own(llm: AsyncLLM, check: Check) -> None:
+    """Every chat here brings a template that was never seen, which is compiled in a thread."""
+    numbers = itertools.count()
+
+    async def chat() -> None:
+        template = f"{{{{ messages[0].content }}}} <think> {next(numbers)}"
+        await llm.chat([{"role": "user", "content": "hello"}], chat_template=template, max_tokens=4).completion()
 
     assert await at_every_await(chat, check) >= 3
 
