@@ -9,6 +9,7 @@
     │   └── CheckpointError                    files that contradict each other or are damaged
     ├── RequestError (ValueError)              this request is refused before anything is sent; nothing else is harmed
     │   ├── InvalidParameterError              a sampling parameter or prompt is out of range
+    │   │   └── ChatTemplateError              the model's chat template refuses the messages, or fails on them
     │   ├── PromptTooLongError                 the prompt leaves no room for an output token
     │   ├── RequestTooLargeError               can never fit the KV blocks of this engine
     │   └── DuplicateRequestError              a live request has this id
@@ -34,6 +35,7 @@ import msgspec
 
 __all__ = [
     "AsyncLLMError",
+    "ChatTemplateError",
     "CheckpointError",
     "ConfigError",
     "DuplicateRequestError",
@@ -225,6 +227,13 @@ class RequestError(AsyncLLMError, ValueError):
 
 class InvalidParameterError(RequestError):
     """A sampling parameter or a prompt is of the wrong type or out of its range."""
+
+
+class ChatTemplateError(InvalidParameterError):
+    """The chat template refuses the messages; ``reason`` is what it says (``None``: it failed on them by accident)."""
+
+    fields = (*RequestError.fields, "reason")
+    reason: str | None
 
 
 class PromptTooLongError(RequestError):

@@ -14,6 +14,8 @@ import asyncllm
 
 @dataclass
 class Review:
+    """What the model is to fill in."""
+
     verdict: Literal["good", "mixed", "bad"]
     stars: Annotated[int, msgspec.Meta(ge=1, le=5)]
     reason: Annotated[str, msgspec.Meta(max_length=80)]

@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError, shown
-from asyncllm.frontend.chat_template import ChatTemplate
-from asyncllm.frontend.structured import is_long_structure, make_grammar
+from asyncllm.frontend.chat import ChatProcessor
+from asyncllm.frontend.parsing.select import OutputFormat
+from asyncllm.frontend.structured import is_long_structure, make_grammar, schema_grammar
 from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS, DecodeStyle
 from asyncllm.sampling_params import SamplingParams
 from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, Grammar, RareSampling
@@ -61,6 +62,8 @@ class ProcessedRequest:
     """One per sample, in order of ``index``."""
     submitted_at: float
     """:func:`time.perf_counter` when the request came in."""
+    output: OutputFormat | None = None
+    """How the output is cut into channels; ``None``: it is content."""
 
     @property
     def engine_ids(self) -> list[int]:
@@ -94,7 +97,8 @@ class InputProcessor:
             num_kv_tokens=None,
             block_size=config.cache.tokens_per_block,
         )
-        self._chat_template = ChatTemplate.from_checkpoint(checkpoint, config.model.chat_template)
+        self.chat = ChatProcessor(config, checkpoint, tokenizer)
+        """Makes the prompts of chat requests, to be passed to :meth:`process` with ``add_special_tokens=False``."""
         self._engine_ids = itertools.count(1)
         self._names = itertools.count(1)
         self._name_prefix = f"request-{os.urandom(4).hex()}-"
@@ -129,34 +133,12 @@ class InputProcessor:
             return True
         return 2 * sum(map(len, params.bad_words or ())) >= LONG_TEXT_CHARS  # each is encoded twice
 
-    def prepare_chat(self) -> None:
-        """Compile the chat template, if there is one. Imports jinja2 and takes some 0.1 s, which a first chat saves."""
-        self._chat_template.prepare()
-
     def is_long_chat(self, messages: object) -> bool:
         """Return whether rendering and processing ``messages`` take so long that they belong in a thread."""
         try:
             return _num_chars(messages) >= LONG_TEXT_CHARS
         except RecursionError:  # to be refused by the template
             return True
-
-    def render_chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        """Return the prompt text that the model's chat template makes of ``messages``.
-
-        Encode it with ``add_special_tokens=False``: a template writes the special tokens itself.
-
-        :raises InvalidParameterError: the messages are malformed, the template refuses them, or there is no template.
-        """
-        return self._chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-        )
 
     def process(
         self,
@@ -167,8 +149,11 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        output: OutputFormat | None = None,
     ) -> ProcessedRequest:
         """Return the engine requests for ``prompt``, a text or token ids; ids are taken as they are.
+
+        ``output`` says how what comes back is read; without text (``detokenize=False``) it is not.
 
         Whether ``request_id`` is in use is found by :meth:`OutputProcessor.add_request`; ``None`` makes one up.
 
@@ -184,7 +169,7 @@ class InputProcessor:
         _check_arguments(request_id, params, priority, cache_salt)
         bad_words = self._bad_words(params.bad_words) if params.bad_words else []
         self._check_params(params, bad_words)
-        grammar = None if params.structure is None else self._grammar(params, params.structure)
+        grammar = self._grammar(params, None if output is None else output.schema)
         num_kept = None if params.truncate_prompt_tokens is None else self._num_kept(params)
         ids = self._prompt_ids(prompt, add_special_tokens, num_kept)
         self._check_prompt(ids)
@@ -193,7 +178,12 @@ class InputProcessor:
             EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt) for sampling in samplings
         ]
         return ProcessedRequest(
-            request_id=request_id, prompt_token_ids=ids, params=params, requests=requests, submitted_at=submitted_at
+            request_id=request_id,
+            prompt_token_ids=ids,
+            params=params,
+            requests=requests,
+            submitted_at=submitted_at,
+            output=output if params.detokenize else None,
         )
 
     # ------------------------------------------------------------------------------------------------- the prompt
@@ -309,8 +299,18 @@ class InputProcessor:
             name = "bad_words" if bad else "stop_token_ids"
             _refuse(name, getattr(params, name), limit)
 
-    def _grammar(self, params: SamplingParams, name: str) -> Grammar | None:
-        """Return what the output has to match; what only compiling shows is found in the engine."""
+    def _grammar(self, params: SamplingParams, call_schema: Mapping[str, Any] | None) -> Grammar | None:
+        """Return what the output has to match; what only compiling shows is found in the engine.
+
+        ``call_schema`` is that of a tool call, where one is demanded.
+        """
+        name = params.structure
+        if call_schema is not None:
+            if name is not None:
+                _refuse(name, getattr(params, name), "absent where tool_choice demands a call")
+            return schema_grammar("tool_choice", call_schema)
+        if name is None:
+            return None
         if self._tokenizer.style is DecodeStyle.GENERAL:
             limit = "absent: this model's tokens have no text of their own, so that no grammar can be followed"
             _refuse(name, getattr(params, name), limit)

@@ -1,6 +1,6 @@
 """What a structured output has to match, as the engine is told of it, and its text as an object.
 
-Here: schemas of types, choices as a regular expression, the schema that forces a tool call. Not here: what only
+Here: schemas of types, choices as a regular expression, the JSON as an object. Not here: what only
 compiling shows (:mod:`asyncllm.structured`), which the engine answers. Neither pydantic nor the grammar library is
 imported: a pydantic class brings its own methods.
 """
@@ -8,7 +8,7 @@ imported: a pydantic class brings its own methods.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -17,7 +17,7 @@ from asyncllm.errors import InvalidParameterError, shown
 from asyncllm.sampling_params import MAX_STRUCTURE_CHARS, SamplingParams
 from asyncllm.wire.messages import Grammar
 
-__all__ = ["is_long_structure", "make_grammar", "parse_output", "tool_call_schema"]
+__all__ = ["is_long_structure", "make_grammar", "parse_output", "schema_grammar"]
 
 LONG_STRUCTURE_CHARS = 100_000
 """Reading a schema of this length takes about a millisecond."""
@@ -52,6 +52,14 @@ def make_grammar(params: SamplingParams) -> Grammar | None:
     if name == "choice":
         return Grammar(name, "regex", "|".join(map(_escaped, params.choice or ())))
     return Grammar(name, name, getattr(params, name))
+
+
+def schema_grammar(parameter: str, schema: Mapping[str, Any]) -> Grammar:
+    """Return the grammar of a JSON schema that another ``parameter`` implies (a tool call that is demanded).
+
+    :raises InvalidParameterError: it is not plain JSON, or too long.
+    """
+    return Grammar(parameter, "schema", _encoded(schema, schema, parameter))
 
 
 def parse_output(params: SamplingParams, text: str, *, is_cut: bool) -> tuple[Any, str | None]:
@@ -138,13 +146,13 @@ def _closed(schema: Any) -> Any:
     return found
 
 
-def _encoded(schema: Any, given: object) -> str:
+def _encoded(schema: Any, given: object, parameter: str = "schema") -> str:
     try:
         text = msgspec.json.encode(schema).decode()
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        _refuse(given, f"plain JSON ({type(error).__name__}: {error})")
+        _refuse(given, f"plain JSON ({type(error).__name__}: {error})", parameter)
     if len(text) > MAX_STRUCTURE_CHARS:
-        _refuse(given, f"at most {MAX_STRUCTURE_CHARS} characters of JSON")
+        _refuse(given, f"at most {MAX_STRUCTURE_CHARS} characters of JSON", parameter)
     return text
 
 
@@ -153,64 +161,8 @@ def _escaped(text: str) -> str:
     return "".join(c if c.isalnum() or c > "\x7f" else rf"\x{{{ord(c):X}}}" for c in text)
 
 
-def _refuse(schema: object, limit: str) -> NoReturn:
+def _refuse(schema: object, limit: str, parameter: str = "schema") -> NoReturn:
     value = shown(schema)
     raise InvalidParameterError(
-        f"schema is {value!r}; it must be {limit}", parameter="schema", value=value, limit=shown(limit)
+        f"{parameter} is {value!r}; it must be {limit}", parameter=parameter, value=value, limit=shown(limit)
     )
-
-
-# --------------------------------------------------------------------------------------------------------- tool calls
-def tool_call_schema(
-    tools: Sequence[Mapping[str, Any]], name: str | None = None, *, arguments_key: str = "arguments"
-) -> dict[str, Any]:
-    """Return the schema of one call of ``tools``: ``{"name": …, "arguments": {…}}``, for :attr:`SamplingParams.schema`.
-
-    ``tools`` are in OpenAI's form (``{"type": "function", "function": {"name", "parameters"}}``) or bare functions.
-    ``name`` leaves one of them. Definitions that ``parameters`` refer to with ``#/$defs/…`` keep their place.
-
-    :raises InvalidParameterError: there is no such tool.
-    """
-    functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in tools]
-    chosen = [function for function in functions if name is None or function["name"] == name]
-    if not chosen:
-        names = [function["name"] for function in functions]
-        raise InvalidParameterError(
-            f"tool_choice is {shown(name)!r}; the tools are {names}",
-            parameter="tool_choice",
-            value=shown(name),
-            limit=shown(names),
-        )
-    definitions: dict[str, Any] = {}
-    calls = [_call_schema(function, arguments_key, definitions) for function in chosen]
-    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {**schema, "$defs": definitions} if definitions else schema
-
-
-def _call_schema(function: Mapping[str, Any], arguments_key: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call of one function; what it defines goes to ``definitions``, under names of its own."""
-    parameters: Any = dict(function.get("parameters") or {"type": "object"})
-    for keyword in ("$defs", "definitions"):
-        own: Mapping[str, Any] = parameters.pop(keyword, None) or {}
-        for key in own:
-            parameters = _renamed(parameters, f"#/{keyword}/{key}", f"#/$defs/{function['name']}.{key}")
-        renamed: Any = own
-        for key in own:
-            renamed = _renamed(renamed, f"#/{keyword}/{key}", f"#/$defs/{function['name']}.{key}")
-        definitions |= {f"{function['name']}.{key}": definition for key, definition in renamed.items()}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, arguments_key: parameters},
-        "required": ["name", arguments_key],
-        "additionalProperties": False,
-    }
-
-
-def _renamed(schema: Any, old: str, new: str) -> Any:
-    """Return ``schema`` with references to ``old`` replaced."""
-    if isinstance(schema, Mapping):
-        entries = cast("Mapping[str, Any]", schema).items()
-        return {key: new if key == "$ref" and value == old else _renamed(value, old, new) for key, value in entries}
-    if isinstance(schema, list):
-        return [_renamed(entry, old, new) for entry in cast("list[Any]", schema)]
-    return schema

@@ -76,6 +76,13 @@ def test_offline_answers_in_order(tiny_llama: Path) -> None:
     assert [line.split(" is")[0] for line in lines] == [f"The square of {number}" for number in range(2, 34)]
 
 
+@pytest.mark.model
+def test_tools_are_called_and_their_results_used(smollm2_gguf: Path) -> None:
+    called, _, answer = run_example("tools.py", smollm2_gguf).partition("\n")
+    assert called.startswith("get_weather({'city': 'Paris'}) -> ")
+    assert "12 degrees" in answer
+
+
 # ------------------------------------------------------------------------------------------------- server-sent events
 @pytest.fixture
 def server(tiny_llama: Path) -> Iterator[str]:

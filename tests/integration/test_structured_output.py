@@ -93,6 +93,21 @@ async def test_a_request_may_be_cancelled_at_any_time() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_tool_call_that_is_demanded_comes_whatever_the_model_would_say() -> None:
+    parameters = {"type": "object", "properties": {"city": {"const": "Oslo"}}, "required": ["city"]}
+    tool = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {**parameters, "additionalProperties": False}},
+    }
+    async with scripted_llm(REPLIES) as llm:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            stream = llm.chat([{"role": "user", "content": "Stray"}], tools=[tool], tool_choice=choice, max_tokens=200)
+            done = await stream.completion()
+            assert done.tool_calls
+            assert {(call.name, call.arguments["city"]) for call in done.tool_calls} == {("weather", "Oslo")}
+
+
+@pytest.mark.anyio
 async def test_samples_have_objects_of_their_own() -> None:
     replies = ['{"name": "Ann", "age": 3}', '{"name": "Bob", "age": 4}']
     async with scripted_llm({"Who?": replies}) as llm:

@@ -12,7 +12,7 @@ import pydantic
 import pytest
 
 from asyncllm.errors import InvalidParameterError
-from asyncllm.frontend.structured import is_long_structure, make_grammar, parse_output, tool_call_schema
+from asyncllm.frontend.structured import is_long_structure, make_grammar, parse_output
 from asyncllm.sampling_params import SamplingParams
 from tests.support.frontend import FrontEnd
 
@@ -180,44 +180,3 @@ def test_why_there_is_no_object(fields: dict[str, Any], text: str, is_cut: bool,
 
 def test_other_outputs_are_not_parsed() -> None:
     assert parse_output(params(regex="1"), "1", is_cut=False) == (None, None)
-
-
-# ----------------------------------------------------------------------------------------------------------- tool calls
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": Model.model_json_schema()}}
-CLOCK = {"type": "function", "function": {"name": "clock"}}
-
-
-def test_a_call_of_one_tool_or_of_any() -> None:
-    one = tool_call_schema([WEATHER, CLOCK], "clock")
-    assert one["properties"] == {"name": {"const": "clock"}, "arguments": {"type": "object"}}
-    assert [call["properties"]["name"]["const"] for call in tool_call_schema([WEATHER, CLOCK])["anyOf"]] == [
-        "weather",
-        "clock",
-    ]
-    assert "parameters" in tool_call_schema([WEATHER], arguments_key="parameters")["required"]
-
-
-def test_definitions_of_several_tools_do_not_meet() -> None:
-    def tool(name: str, kind: str) -> dict[str, Any]:
-        definitions = {"A": {"type": kind}, "B": {"$ref": "#/$defs/A"}}
-        parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/B"}}, "$defs": definitions}
-        return {"name": name, "parameters": parameters}
-
-    found = tool_call_schema([tool("f", "string"), tool("g", "integer")])
-    assert found["$defs"] == {
-        "f.A": {"type": "string"},
-        "f.B": {"$ref": "#/$defs/f.A"},
-        "g.A": {"type": "integer"},
-        "g.B": {"$ref": "#/$defs/g.A"},
-    }
-    calls = found["anyOf"]
-    assert [call["properties"]["arguments"]["properties"]["x"]["$ref"] for call in calls] == [
-        "#/$defs/f.B",
-        "#/$defs/g.B",
-    ]
-
-
-def test_a_tool_that_there_is_not_is_refused() -> None:
-    with pytest.raises(InvalidParameterError) as caught:
-        tool_call_schema([CLOCK], "weather")
-    assert caught.value.parameter == "tool_choice"
