@@ -209,15 +209,12 @@ class ModelRunner:
 
         :raises RuntimeError: the model or the backend failed; the batch is then not to be used again.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), self.runtime.current():
             self.batch.apply(step)
             prepared = self.prepare(step)
             self._buffers.commit()
             if not self.runtime.shares_memory:
                 self._grow_block_tables()
-            if prepared.graph_size is not None:
-                logits = self.graphs.replay(prepared.graph_size)
-                return StepResult(self, step, prepared, self._sample_replayed(prepared, logits), [])
             hidden = self.forward(prepared)
             prompt_logprobs = self._prompt_logprobs(prepared, hidden) if self.batch.slot_to_prompt_logprobs else []
             return StepResult(self, step, prepared, self._sample(prepared, hidden), prompt_logprobs)
@@ -260,12 +257,18 @@ class ModelRunner:
         return PreparedStep(slots, flat, self.backend.plan(flat), graph_size, draws)
 
     def forward(self, prepared: PreparedStep) -> torch.Tensor:
-        """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then."""
-        return self._forward(len(prepared.batch.positions), prepared.plan)
+        """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then.
+
+        Those of a graph are valid until the next one is replayed.
+        """
+        num_tokens = len(prepared.batch.positions)
+        if prepared.graph_size is not None:
+            return self.graphs.replay(prepared.graph_size)[:num_tokens]
+        return self._forward(num_tokens, prepared.plan)
 
     def capture_graphs(self, report: Callable[[float], None] = lambda fraction: None) -> None:
         """Record the decode step of each of the sizes, and ``report`` the share that is done."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.runtime.current():
             self.graphs.capture(self._decode_work, report)
 
     def scrub(self, prepared: PreparedStep, slots: Iterable[int]) -> None:
@@ -361,7 +364,7 @@ class ModelRunner:
         return self.model(token_ids, self._inputs["positions"][:num_tokens], context)
 
     def _decode_work(self, size: int) -> Callable[[], torch.Tensor]:
-        """Stage a decode step of ``size`` rows that writes nowhere; return what computes its logits [size, V]."""
+        """Stage a decode step of ``size`` rows that writes nowhere; return what computes its hidden states."""
         staged = self._buffers.begin()
         one = np.ones(size, np.int32)
         staged["query_start"][: size + 1] = self._arange[: size + 1]
@@ -378,7 +381,7 @@ class ModelRunner:
         self._stage_for_device(staged, flat, np.zeros(size, np.int64), None)
         plan = self.backend.plan(flat)
         self._buffers.commit()
-        return lambda: self._logits(self._forward(size, plan))
+        return lambda: self._forward(size, plan)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.model.compute_logits(hidden)
@@ -397,15 +400,6 @@ class ModelRunner:
         if sampled is None:
             sampled = self.sampler.sample(self._logits(hidden), draws.metadata, draws.history, draws.masks)
         return self._append(sampled)
-
-    def _sample_replayed(self, prepared: PreparedStep, logits: torch.Tensor) -> SamplerOutput | None:
-        """Draw from the logits [size, V] of a graph."""
-        draws = prepared.draws
-        if draws is None:
-            return None
-        count = len(draws.history.slots)
-        logits = logits[:count] if draws.is_batch else logits.index_select(0, self._inputs["last_tokens"][:count])
-        return self._append(self.sampler.sample(logits, draws.metadata, draws.history, draws.masks))
 
     def _append(self, sampled: SamplerOutput) -> SamplerOutput:
         """Append the drawn tokens to their rows, on the device."""
@@ -449,7 +443,8 @@ class ModelRunner:
             for begin in range(first, end, size):
                 stop = min(begin + size, end)
                 logits = self._logits(hidden[start + begin - first : start + stop - first])
-                chosen = batch.tokens[slot, begin + 1 : stop + 1]
+                # A copy: by the time that the download is made, the slot may be another's.
+                chosen = batch.tokens[slot, begin + 1 : stop + 1].clone()
                 parts.append(compute_logprobs(logits, chosen, with_top=num_top > 0))
             found.append(PromptLogprobs(slot, min(num_top, self.vocab_size), parts))
         return found
