@@ -25,9 +25,9 @@ __all__ = ["DecodeGraphs", "graph_sizes"]
 LARGEST = 512  # rows; a larger step computes long enough to hide its launches
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows to record, smallest first; the last holds ``max_num_seqs`` rows, up to 512."""
-    largest = min(max_num_seqs, LARGEST)
+def graph_sizes(max_num_rows: int) -> list[int]:
+    """Return the numbers of rows to record, smallest first; the last is ``max_num_rows``, a step's most, up to 512."""
+    largest = min(max_num_rows, LARGEST)
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, LARGEST + 1, 16)]
     return [*(size for size in sizes if size < largest), largest]
 

@@ -156,8 +156,8 @@ class StepResult:
 class ModelRunner:
     """Runs steps of one model on one device; used by the worker's thread only.
 
-    ``graph_sizes``: numbers of rows whose decode steps :meth:`capture_graphs` records; none where the device or the
-    backend has no use for them.
+    ``graph_sizes``: numbers of rows whose decode steps :meth:`capture_graphs` records, none larger than a step can be;
+    none where the device or the backend has no use for them.
     """
 
     def __init__(
@@ -174,6 +174,8 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...],
         graph_sizes: Sequence[int] = (),
     ) -> None:
+        # A larger graph would read and write beyond the ends of its inputs.
+        assert max(graph_sizes, default=0) <= min(max_num_seqs, max_num_batched_tokens), graph_sizes
         spec = backend.spec
         self.model = model
         self.backend = backend

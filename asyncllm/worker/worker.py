@@ -308,7 +308,8 @@ class Worker:
     def _graph_sizes(self) -> list[int]:
         if self.config.device.enforce_eager or not self._ready(self._runtime).can_capture:
             return []
-        return graph_sizes(self.config.scheduler.max_num_seqs)
+        scheduler = self.config.scheduler
+        return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def allocate_kv_cache(self, plan: KVCachePlan) -> None:
         """Allocate ``plan.num_blocks`` blocks and the null block, and the persistent batch.
