@@ -307,7 +307,7 @@ class ModelRunner:
         batch.num_tokens[slots] = seq_lens + 1
         metadata = self._metadata_of(slots)
         history = TokenHistory(batch.tokens, slots, batch.num_prompt_tokens[slots], seq_lens)
-        if self._stages_uniforms and metadata.random_rows:
+        if self._stages_uniforms and not metadata.all_greedy:
             parameters = metadata.parameters
             staged["uniforms"][:count] = uniforms(parameters["seed"], parameters["sample_index"], history.positions)
             history.uniforms = self._inputs["uniforms"][:count]
