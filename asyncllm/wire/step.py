@@ -43,6 +43,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     block_slots: list[int] = []  # rows that got more blocks …
     block_ids: list[list[int]] = []  # … and which, appended to the row's table
     freed_slots: list[int] = []  # requests that ended or were preempted since the last step
+    masks: dict[int, bytes] = {}  # by slot, of rows that draw under a grammar: bit i (of byte i // 8) allows token i
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
