@@ -29,7 +29,9 @@ from asyncllm.wire.messages import (
     FinishedRequest,
     FinishRequests,
     ParkRequests,
+    PinPrefix,
     SchedulerStats,
+    UnpinPrefixes,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ PROFILE_DIR = "asyncllm-profile"
 SLEEP_LEVELS = (1, 2)
 """1: the weights of a GPU go to the host, those of a CPU stay; 2: they are dropped and read from the disk again."""
 
-SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
+SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests | PinPrefix | UnpinPrefixes
 
 UTILITIES = frozenset(
     {
@@ -116,8 +118,12 @@ class EngineCore:
             self.clock.drop(message.request_ids)
         elif isinstance(message, FinishRequests):
             self.scheduler.finish_requests(message.request_ids)
-        else:
+        elif isinstance(message, ParkRequests):
             self.scheduler.park_requests(message.request_ids, message.parked)
+        elif isinstance(message, PinPrefix):
+            self.scheduler.pin_prefix(message)
+        else:
+            self.scheduler.unpin_prefixes(message.pin_ids)
 
     def step(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs | None:
         """Launch steps, end the oldest and return what it produced (possibly nothing yet).

@@ -210,6 +210,8 @@ class ModelRunner:
             self._buffers.commit()
             if not self.runtime.shares_memory:
                 self._grow_block_tables()
+            if step.copied_blocks:
+                self._copy_blocks(step.copied_blocks)
             if prepared.graph_size is not None:
                 logits = self.graphs.replay(prepared.graph_size)
                 return StepResult(self, step, prepared, self._sample_replayed(prepared, logits), [])
@@ -257,6 +259,10 @@ class ModelRunner:
     def forward(self, prepared: PreparedStep) -> torch.Tensor:
         """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then."""
         return self._forward(len(prepared.batch.positions), prepared.plan)
+
+    def _copy_blocks(self, pairs: list[int]) -> None:
+        sources, targets = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+        self.backend.copy_blocks(self.kv_caches, self.runtime.upload(sources), self.runtime.upload(targets))
 
     def capture_graphs(self, report: Callable[[float], None] = lambda fraction: None) -> None:
         """Record the decode step of each of the sizes, and ``report`` the share that is done."""
