@@ -40,13 +40,15 @@ if TYPE_CHECKING:
     from asyncllm.llm import LLM
     from asyncllm.llm_engine import LLMEngine, RequestOutput
     from asyncllm.outputs import Completion, FinishReason, Logprob, TokenDelta, TokenLogprobs, Usage
+    from asyncllm.prefix import Prefix
     from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
-    from asyncllm.token_stream import TokenStream
+    from asyncllm.token_stream import Branches, TokenStream
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncLLMError",
+    "Branches",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -63,6 +65,7 @@ __all__ = [
     "Logprob",
     "ModelError",
     "ModelNotFoundError",
+    "Prefix",
     "PromptTooLongError",
     "RepetitionDetectionParams",
     "RequestError",
@@ -86,8 +89,9 @@ _MODULE_TO_NAMES = {
     "llm": ("LLM",),
     "llm_engine": ("LLMEngine", "RequestOutput"),
     "outputs": ("Completion", "FinishReason", "Logprob", "TokenDelta", "TokenLogprobs", "Usage"),
+    "prefix": ("Prefix",),
     "sampling_params": ("RepetitionDetectionParams", "SamplingParams"),
-    "token_stream": ("TokenStream",),
+    "token_stream": ("Branches", "TokenStream"),
 }
 _NAME_TO_MODULE = {name: module for module, names in _MODULE_TO_NAMES.items() for name in names}
 

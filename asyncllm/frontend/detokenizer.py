@@ -43,6 +43,7 @@ class IdsOnly:
 
     __slots__ = ()
     matched: str | None = None
+    num_held = 0
 
     def push(self, token_id: int) -> Piece | None:
         """Return the token without text."""
@@ -72,6 +73,11 @@ class Detokenizer:
         self._text = ""
         self.matched: str | None = None
         """The stop string that was found; nothing may be pushed after it."""
+
+    @property
+    def num_held(self) -> int:
+        """Return the number of tokens that are held."""
+        return len(self._ids)
 
     def push(self, token_id: int) -> Piece | None:
         """Take the next token; return what can be delivered now, ``None`` if it has to wait."""
@@ -261,11 +267,14 @@ def make_detokenizer(
     stop: Sequence[str] = (),
     include_stop_str_in_output: bool = False,
     min_tokens: int = 0,
+    after: Sequence[int] = (),
 ) -> Detokenizer | IdsOnly:
-    """Return the detokenizer of one sample."""
+    """Return the detokenizer of one sample, which goes on after the ids ``after``, whose text was delivered."""
     if not detokenize:
         return IdsOnly()
     decoder = make_decoder(tokenizer, skip_special_tokens)
+    if after:
+        decoder.prime(after)
     if not stop:
         return Detokenizer(decoder)
     return StopDetokenizer(decoder, _stop_strings(tuple(stop)), min_tokens, include_stop_str_in_output)

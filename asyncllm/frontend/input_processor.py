@@ -60,6 +60,8 @@ class ProcessedRequest:
     """One per sample, in order of ``index``."""
     submitted_at: float
     """:func:`time.perf_counter` when the request came in."""
+    after: Sequence[int] = ()
+    """The end of the prompt that is another request's output: the text goes on after it."""
 
     @property
     def engine_ids(self) -> list[int]:
@@ -107,6 +109,10 @@ class InputProcessor:
             num_kv_tokens=info.num_blocks * info.block_size,
             block_size=info.block_size,
         )
+
+    def make_engine_id(self) -> int:
+        """Return an id for the engine that nothing else has."""
+        return next(self._engine_ids)
 
     @property
     def max_prompt_len(self) -> int:
@@ -164,8 +170,13 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        prefix_id: int = 0,
+        num_after: int = 0,
     ) -> ProcessedRequest:
         """Return the engine requests for ``prompt``, a text or token ids; ids are taken as they are.
+
+        ``prefix_id``: the engine's id of a request or pin that begins with the same tokens. ``num_after``: so many ids
+        at the prompt's end are output whose text was delivered.
 
         Whether ``request_id`` is in use is found by :meth:`OutputProcessor.add_request`; ``None`` makes one up.
 
@@ -186,10 +197,16 @@ class InputProcessor:
         self._check_prompt(ids)
         samplings = self._samplings(params, len(ids), bad_words)
         requests = [
-            EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt) for sampling in samplings
+            EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt, prefix_id)
+            for sampling in samplings
         ]
         return ProcessedRequest(
-            request_id=request_id, prompt_token_ids=ids, params=params, requests=requests, submitted_at=submitted_at
+            request_id=request_id,
+            prompt_token_ids=ids,
+            params=params,
+            requests=requests,
+            submitted_at=submitted_at,
+            after=ids[len(ids) - num_after :] if num_after else (),
         )
 
     # ------------------------------------------------------------------------------------------------- the prompt
