@@ -16,7 +16,7 @@ from tests.support.scripted import assert_settled
 
 pytestmark = pytest.mark.anyio
 
-LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0.0}
+LONG: dict[str, Any] = {"max_tokens": 440, "ignore_eos": True, "temperature": 0.0}
 
 
 @pytest.fixture(scope="module", params=[("auto", False), ("auto", True), ("cpu", False), ("reference", False)], ids=str)
@@ -26,6 +26,9 @@ async def module_llm(anyio_backend: Any, tiny_llama: Path, request: pytest.Fixtu
         backend = "auto"  # the loop makes no difference to a backend
     options: dict[str, Any] = {"num_threads": 1, "num_blocks": 256, "max_num_batched_tokens": 64}
     async with AsyncLLM(tiny_llama, async_scheduling=overlapped, attention_backend=backend, **options) as llm:
+        async with llm.stream([1], **LONG) as source:  # what happens once may take as long as a whole stream
+            await read(source, 1)
+            await source.fork(max_tokens=1)[0].completion()
         yield llm
 
 
