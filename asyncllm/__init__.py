@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
     from asyncllm.errors import (
         AsyncLLMError,
+        ChatTemplateError,
         CheckpointError,
         ConfigError,
         DuplicateRequestError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         EngineStartTimeoutError,
         InsufficientMemoryError,
         InvalidParameterError,
+        MissingDependencyError,
         ModelError,
         ModelNotFoundError,
         PromptTooLongError,
@@ -39,7 +41,18 @@ if TYPE_CHECKING:
     )
     from asyncllm.llm import LLM
     from asyncllm.llm_engine import LLMEngine, RequestOutput
-    from asyncllm.outputs import Completion, FinishReason, Logprob, TokenDelta, TokenLogprobs, Usage
+    from asyncllm.outputs import (
+        Channel,
+        Completion,
+        FinishReason,
+        InvalidToolCall,
+        Logprob,
+        TokenDelta,
+        TokenLogprobs,
+        ToolCall,
+        ToolCallDelta,
+        Usage,
+    )
     from asyncllm.prefix import Prefix
     from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
     from asyncllm.token_stream import Branches, TokenStream
@@ -49,6 +62,8 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMError",
     "Branches",
+    "Channel",
+    "ChatTemplateError",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -61,8 +76,10 @@ __all__ = [
     "FinishReason",
     "InsufficientMemoryError",
     "InvalidParameterError",
+    "InvalidToolCall",
     "LLMEngine",
     "Logprob",
+    "MissingDependencyError",
     "ModelError",
     "ModelNotFoundError",
     "Prefix",
@@ -76,6 +93,8 @@ __all__ = [
     "TokenDelta",
     "TokenLogprobs",
     "TokenStream",
+    "ToolCall",
+    "ToolCallDelta",
     "UnsupportedModelError",
     "Usage",
     "UsageError",
@@ -88,7 +107,18 @@ _MODULE_TO_NAMES = {
     "config": ("EngineConfig",),
     "llm": ("LLM",),
     "llm_engine": ("LLMEngine", "RequestOutput"),
-    "outputs": ("Completion", "FinishReason", "Logprob", "TokenDelta", "TokenLogprobs", "Usage"),
+    "outputs": (
+        "Channel",
+        "Completion",
+        "FinishReason",
+        "InvalidToolCall",
+        "Logprob",
+        "TokenDelta",
+        "TokenLogprobs",
+        "ToolCall",
+        "ToolCallDelta",
+        "Usage",
+    ),
     "prefix": ("Prefix",),
     "sampling_params": ("RepetitionDetectionParams", "SamplingParams"),
     "token_stream": ("Branches", "TokenStream"),

@@ -130,11 +130,21 @@ def _params_of(
     else:
         known = {name: getattr(point.params, name) for name in SamplingParams.__struct_fields__}
         base, is_new = SamplingParams(**{**known, **cast("dict[str, Any]", sampling)}), "seed" in sampling
+        _refuse_inherited_structure(base, sampling)
     if base.seed is None:
         return [base] * count
     if is_new:
         return [_with_seed(base, (base.seed + number) % NUM_SEEDS) for number in range(count)]
     return [_with_seed(base, _derived_seed(base.seed, point, number)) for number in range(count)]
+
+
+def _refuse_inherited_structure(params: SamplingParams, given: Any) -> None:
+    name = params.structure
+    if name is not None and name not in given:
+        raise InvalidParameterError(
+            f"the stream has a {name}; a branch in the middle of structured output must have {name}=None, or its own",
+            parameter=name,
+        )
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

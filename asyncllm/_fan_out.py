@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from asyncllm._branches import branch_requests
 from asyncllm._many import Batch, Completions, InOrder, take_any
-from asyncllm._request import ChatRequest, PromptRequest, RequestPath, make_params
+from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, RequestPath, make_params
 from asyncllm.errors import InvalidParameterError, shown
 from asyncllm.prefix import Prefix, PrefixText
 from asyncllm.token_stream import Branches, StreamInbox, TokenStream
@@ -67,6 +67,9 @@ class FanOut(ABC):
         one.
 
         :raises UsageError: the request of ``source`` was not sent yet, or this object is closed.
+        Structured output has to be left out (``schema=None``) or given anew: a grammar cannot go on in the middle. The
+        text of a chat's branch is not cut into channels.
+
         :raises RequestError: a branch is refused; none is made.
         :raises EngineDeadError: the engine is gone.
         """
@@ -86,7 +89,8 @@ class FanOut(ABC):
         *,
         max_prefix_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
     ) -> Prefix:
         """Return a prefix (text, token ids, or messages) to be pinned with ``async with``; that computes it.
@@ -96,12 +100,8 @@ class FanOut(ABC):
         the engine's blocks, and this one ``max_prefix_tokens`` tokens. A text and what follows are tokenized as a
         whole, so the tokens are those of ``llm.stream(text + prompt)``.
         """
-        text = PrefixText(
-            content=content,
-            tools=tools,
-            template_options={} if template_options is None else template_options,
-            cache_salt=cache_salt,
-        )
+        options = ChatOptions(tools=tools, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
+        text = PrefixText(content, options, cache_salt)
         max_fraction = self.config.cache.max_pinned_fraction
         return Prefix(self._path(), text, max_prefix_tokens=max_prefix_tokens, max_fraction=max_fraction)
 

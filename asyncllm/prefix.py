@@ -8,6 +8,7 @@ Invariant: the engine is told of the end of a prefix on every way out, in the sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import anyio.to_thread
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Unpack
 
-    from asyncllm._request import Message, RequestPath, SamplingOptions
+    from asyncllm._request import ChatOptions, Message, RequestPath, SamplingOptions
     from asyncllm._session import Session
     from asyncllm.frontend.input_processor import ProcessedRequest
     from asyncllm.outputs import Completion
@@ -39,14 +40,11 @@ class PrefixText:
     def __init__(
         self,
         content: str | Sequence[int] | Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_options: Mapping[str, Any],
+        options: ChatOptions,
         cache_salt: str | None,
     ) -> None:
         self.content = content
-        self.tools = tools
-        self.template_options = template_options
+        self.options = options
         self.cache_salt = cache_salt
         self.is_chat = not isinstance(content, str) and any(isinstance(part, Mapping) for part in content)
 
@@ -109,8 +107,7 @@ class Prefix:
             return PromptRequest(prompt=prompt, params=COMPUTE_ONLY, cache_salt=text.cache_salt, prefix_id=pin_id)
         return ChatRequest(
             messages=cast("Sequence[Message]", text.content),
-            tools=text.tools,
-            template_options={**text.template_options, "add_generation_prompt": False},
+            options=replace(text.options, add_generation_prompt=False),
             params=COMPUTE_ONLY,
             cache_salt=text.cache_salt,
             prefix_id=pin_id,
@@ -196,7 +193,7 @@ class Prefix:
     ) -> TokenStream:
         """Return the stream of tokens that answer the messages of the prefix and ``messages``, as one conversation.
 
-        Tools and template options are those of the prefix. All else as for :meth:`asyncllm.AsyncLLM.chat`.
+        Tools and template are those of the prefix. All else as for :meth:`asyncllm.AsyncLLM.chat`.
 
         :raises InvalidParameterError: the prefix is not of messages.
         :raises UsageError: the prefix is not pinned: outside of its ``async with`` block.
@@ -207,8 +204,7 @@ class Prefix:
             raise InvalidParameterError("the prefix is a prompt; chat() goes on from messages", parameter="messages")
         request = ChatRequest(
             messages=[*cast("Sequence[Message]", text.content), *messages],
-            tools=text.tools,
-            template_options=text.template_options,
+            options=text.options,
             params=make_params(params, sampling),
             priority=priority,
             cache_salt=text.cache_salt,

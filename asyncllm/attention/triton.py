@@ -77,6 +77,7 @@ class TritonAttention(AttentionBackend):
         """Parts of a row at most, if scratch memory allows."""
         self.softcap = 0.0
         """Scores are ``softcap * tanh(scores / softcap)`` if not zero."""
+        self._windows = set[int | None]()
         self._work: WorkList | None = None
         self.scratch: tuple[torch.Tensor, torch.Tensor] | None = None
         """Partial results, and what they are weighted by; every layer writes them anew."""
@@ -169,6 +170,8 @@ class TritonAttention(AttentionBackend):
         if query.stride(2) != 1:
             query = query.contiguous()
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        is_new = window not in self._windows  # once, also what this step needs not: no later one waits for a compiler
+        self._windows.add(window)
         batch, fields = plan.batch, plan.batch.fields
         self._kernels.paged_attention(
             out,
@@ -189,9 +192,9 @@ class TritonAttention(AttentionBackend):
             window or 0,
             self._small,
             self._large,
-            plan.small,
-            plan.merge_small,
-            plan.waves,
+            plan.small or is_new,
+            plan.merge_small or is_new,
+            [True, *plan.waves[1:]] if is_new else plan.waves,
         )
         return out.view(out.shape[0], -1)
 

@@ -26,6 +26,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from asyncllm.frontend.decoders import Decoder, make_decoder
+from asyncllm.frontend.tokenizer import NO_IDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -267,12 +268,16 @@ def make_detokenizer(
     stop: Sequence[str] = (),
     include_stop_str_in_output: bool = False,
     min_tokens: int = 0,
+    shown_ids: frozenset[int] = NO_IDS,
     after: Sequence[int] = (),
 ) -> Detokenizer | IdsOnly:
-    """Return the detokenizer of one sample, which goes on after the ids ``after``, whose text was delivered."""
+    """Return the detokenizer of one sample; ``shown_ids`` are special tokens that are not skipped in any case.
+
+    It goes on after the ids ``after``, whose text was delivered.
+    """
     if not detokenize:
         return IdsOnly()
-    decoder = make_decoder(tokenizer, skip_special_tokens)
+    decoder = make_decoder(tokenizer, skip_special_tokens, shown_ids)
     if after:
         decoder.prime(after)
     if not stop:

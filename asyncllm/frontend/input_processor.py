@@ -30,10 +30,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError, shown
-from asyncllm.frontend.chat_template import ChatTemplate
-from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
+from asyncllm.frontend.chat import ChatProcessor
+from asyncllm.frontend.parsing.select import OutputFormat
+from asyncllm.frontend.structured import is_long_structure, make_grammar, schema_grammar
+from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS, DecodeStyle
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, RareSampling
+from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, Grammar, RareSampling
 
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
@@ -62,6 +64,8 @@ class ProcessedRequest:
     """:func:`time.perf_counter` when the request came in."""
     after: Sequence[int] = ()
     """The end of the prompt that is another request's output: the text goes on after it."""
+    output: OutputFormat | None = None
+    """How the output is cut into channels; ``None``: it is content."""
 
     @property
     def engine_ids(self) -> list[int]:
@@ -95,7 +99,8 @@ class InputProcessor:
             num_kv_tokens=None,
             block_size=config.cache.tokens_per_block,
         )
-        self._chat_template = ChatTemplate.from_checkpoint(checkpoint, config.model.chat_template)
+        self.chat = ChatProcessor(config, checkpoint, tokenizer)
+        """Makes the prompts of chat requests, to be passed to :meth:`process` with ``add_special_tokens=False``."""
         self._engine_ids = itertools.count(1)
         self._names = itertools.count(1)
         self._name_prefix = f"request-{os.urandom(4).hex()}-"
@@ -129,12 +134,10 @@ class InputProcessor:
         return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
 
     def has_long_params(self, params: SamplingParams) -> bool:
-        """Return whether ``params`` hold words that take so long to tokenize, whatever the prompt. O(words)."""
+        """Return whether ``params`` hold words or a schema that take so long, whatever the prompt. O(words)."""
+        if params.structure is not None and is_long_structure(params):
+            return True
         return 2 * sum(map(len, params.bad_words or ())) >= LONG_TEXT_CHARS  # each is encoded twice
-
-    def prepare_chat(self) -> None:
-        """Compile the chat template, if there is one. Imports jinja2 and takes some 0.1 s, which a first chat saves."""
-        self._chat_template.prepare()
 
     def is_long_chat(self, messages: object) -> bool:
         """Return whether rendering and processing ``messages`` take so long that they belong in a thread."""
@@ -142,24 +145,6 @@ class InputProcessor:
             return _num_chars(messages) >= LONG_TEXT_CHARS
         except RecursionError:  # to be refused by the template
             return True
-
-    def render_chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        """Return the prompt text that the model's chat template makes of ``messages``.
-
-        Encode it with ``add_special_tokens=False``: a template writes the special tokens itself.
-
-        :raises InvalidParameterError: the messages are malformed, the template refuses them, or there is no template.
-        """
-        return self._chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-        )
 
     def process(
         self,
@@ -170,13 +155,15 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        output: OutputFormat | None = None,
         prefix_id: int = 0,
         num_after: int = 0,
     ) -> ProcessedRequest:
         """Return the engine requests for ``prompt``, a text or token ids; ids are taken as they are.
 
-        ``prefix_id``: the engine's id of a request or pin that begins with the same tokens. ``num_after``: so many ids
-        at the prompt's end are output whose text was delivered.
+        ``output`` says how what comes back is read; without text (``detokenize=False``) it is not. ``prefix_id``: the
+        engine's id of a request or pin that begins with the same tokens. ``num_after``: so many ids at the prompt's
+        end are output whose text was delivered.
 
         Whether ``request_id`` is in use is found by :meth:`OutputProcessor.add_request`; ``None`` makes one up.
 
@@ -192,10 +179,11 @@ class InputProcessor:
         _check_arguments(request_id, params, priority, cache_salt)
         bad_words = self._bad_words(params.bad_words) if params.bad_words else []
         self._check_params(params, bad_words)
+        grammar = self._grammar(params, None if output is None else output.schema)
         num_kept = None if params.truncate_prompt_tokens is None else self._num_kept(params)
         ids = self._prompt_ids(prompt, add_special_tokens, num_kept)
         self._check_prompt(ids)
-        samplings = self._samplings(params, len(ids), bad_words)
+        samplings = self._samplings(params, len(ids), _rare(params, bad_words, grammar))
         requests = [
             EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt, prefix_id)
             for sampling in samplings
@@ -207,6 +195,7 @@ class InputProcessor:
             requests=requests,
             submitted_at=submitted_at,
             after=ids[len(ids) - num_after :] if num_after else (),
+            output=output if params.detokenize else None,
         )
 
     # ------------------------------------------------------------------------------------------------- the prompt
@@ -322,8 +311,25 @@ class InputProcessor:
             name = "bad_words" if bad else "stop_token_ids"
             _refuse(name, getattr(params, name), limit)
 
+    def _grammar(self, params: SamplingParams, call_schema: Mapping[str, Any] | None) -> Grammar | None:
+        """Return what the output has to match; what only compiling shows is found in the engine.
+
+        ``call_schema`` is that of a tool call, where one is demanded.
+        """
+        name = params.structure
+        if call_schema is not None:
+            if name is not None:
+                _refuse(name, getattr(params, name), "absent where tool_choice demands a call")
+            return schema_grammar("tool_choice", call_schema)
+        if name is None:
+            return None
+        if self._tokenizer.style is DecodeStyle.GENERAL:
+            limit = "absent: this model's tokens have no text of their own, so that no grammar can be followed"
+            _refuse(name, getattr(params, name), limit)
+        return make_grammar(params)
+
     def _samplings(
-        self, params: SamplingParams, num_prompt_tokens: int, bad_words: list[list[int]]
+        self, params: SamplingParams, num_prompt_tokens: int, rare: RareSampling | None
     ) -> list[EngineSampling]:
         room = self._limits.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -331,7 +337,6 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "little") if value["temperature"] else 0
-        rare = _rare(params, bad_words)
         return [
             EngineSampling(
                 max_tokens=max_tokens,
@@ -362,15 +367,16 @@ class InputProcessor:
         return self._defaults[name] if given is None else given
 
 
-def _rare(params: SamplingParams, bad_words: list[list[int]]) -> RareSampling | None:
+def _rare(params: SamplingParams, bad_words: list[list[int]], grammar: Grammar | None) -> RareSampling | None:
     """Return what of ``params`` few requests use; ``None`` where this is none of them."""
     watched = params.repetition_detection
-    if not bad_words and params.logprob_token_ids is None and watched is None:
+    if not bad_words and params.logprob_token_ids is None and watched is None and grammar is None:
         return None
     return RareSampling(
         bad_words,
         list(params.logprob_token_ids or ()),
         None if watched is None else (watched.min_pattern_size, watched.max_pattern_size, watched.min_count),
+        grammar,
     )
 
 

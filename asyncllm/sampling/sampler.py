@@ -1,9 +1,9 @@
 """Draw one token per row from its logits.
 
-Order: adjustments (bias, allowed ids, bad words, penalties, ``min_tokens``), temperature, top-k, top-p, min-p, then the
-inverse of the cumulative distribution at the row's uniform number. Nothing is drawn from a state, and each row is
-computed by operations over that row alone, by a path that its own parameters choose: its token cannot depend on its
-neighbours.
+Order: adjustments (bias, allowed ids, bad words, penalties, ``min_tokens``), the mask of its grammar, temperature,
+top-k, top-p, min-p, then the inverse of the cumulative distribution at the row's uniform number. Nothing is drawn from
+a state, and each row is computed by operations over that row alone, by a path that its own parameters choose: its token
+cannot depend on its neighbours.
 
 A token of probability zero is never drawn: the first one whose cumulative sum *exceeds* u * total has a positive share.
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from asyncllm.sampling.columns import RandomRows, SamplingMetadata
     from asyncllm.sampling.device_draw import DeviceDraw
     from asyncllm.sampling.penalties import TokenHistory
+    from asyncllm.sampling.token_mask import TokenMasks
 
 __all__ = ["Sampler", "SamplerOutput"]
 
@@ -53,12 +54,21 @@ class Sampler:
         self._kernels = kernels
         self._device_draw = device_draw
 
-    def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> SamplerOutput:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        history: TokenHistory,
+        masks: TokenMasks | None = None,
+    ) -> SamplerOutput:
         """Return a token for each row of ``logits`` [R, V] float32, which may be changed in place."""
         raw = None if metadata.logprob_rows is None else logits.index_select(0, metadata.logprob_rows)
         if metadata.adjustments is not None:
             logits = logits.contiguous()
             metadata.adjustments.apply(logits, history)
+        if masks is not None:
+            logits = logits.contiguous()
+            masks.apply(logits)
         token_ids, best = self._draw(logits, metadata, history)
         logprobs = None
         if raw is not None and metadata.logprob_rows is not None:

@@ -45,6 +45,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     block_ids: list[list[int]] = []  # … and which, appended to the row's table
     freed_slots: list[int] = []  # requests that ended or were preempted since the last step
     copied_blocks: list[int] = []  # pairs, from and to: all are read before any is written; see AttentionBackend
+    masks: dict[int, bytes] = {}  # by slot, of rows that draw under a grammar: bit i (of byte i // 8) allows token i
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):

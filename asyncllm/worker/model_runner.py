@@ -36,6 +36,7 @@ from asyncllm.sampling.logprobs import LogprobTensors, compute_logprobs
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.rng import uniforms
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
+from asyncllm.sampling.token_mask import TokenMasks
 from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 from asyncllm.worker.cuda_graphs import DecodeGraphs
 from asyncllm.worker.input_batch import InputBatch
@@ -52,7 +53,10 @@ __all__ = ["ModelRunner", "StepResult"]
 Int64 = npt.NDArray[np.int64]
 
 NOT_FINITE = "its logits are not finite"
-NOTHING_LEFT = "no token is left to draw: allowed_token_ids, bad_words, logit_bias and min_tokens exclude all"
+NOTHING_LEFT = (
+    "no token is left to draw: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar, if there is one, "
+    "exclude all"
+)
 PROMPT_LOGPROB_ELEMENTS = 1 << 22  # logits of a prompt that exist at once: 16 MiB
 NO_BLOCKS = np.zeros((0, 0), np.int32)  # device code reads the block tables of all slots
 
@@ -65,6 +69,7 @@ class Draws:
     is_batch: bool  # whether the flat batch is just their last tokens
     metadata: SamplingMetadata
     history: TokenHistory
+    masks: TokenMasks | None  # of rows under a grammar; None: there are none
 
 
 @dataclass(slots=True)
@@ -242,7 +247,7 @@ class ModelRunner:
         places += positions
         batch.block_table.kv_slots(token_slots, positions, staged["slot_mapping"][:num_tokens])
         batch.num_computed_tokens[slots] = seq_lens
-        draws = self._stage_draws(staged, slots, seq_lens, query_start)
+        draws = self._stage_draws(staged, slots, seq_lens, query_start, step.masks)
         graph_size = self.graphs.size_for(num_rows) if num_tokens == num_rows else None
         flat = FlatBatch(
             query_lens=query_lens.astype(np.int32),
@@ -279,7 +284,12 @@ class ModelRunner:
 
     # ----------------------------------------------------------------------------------------------------- preparation
     def _stage_draws(
-        self, staged: Mapping[str, npt.NDArray[Any]], slots: Int64, seq_lens: Int64, query_start: npt.NDArray[np.int32]
+        self,
+        staged: Mapping[str, npt.NDArray[Any]],
+        slots: Int64,
+        seq_lens: Int64,
+        query_start: npt.NDArray[np.int32],
+        slot_to_mask: Mapping[int, bytes],
     ) -> Draws | None:
         """Stage which rows draw a token, where each finds its last one and where the new one goes; count it."""
         batch = self.batch
@@ -302,7 +312,11 @@ class ModelRunner:
             parameters = metadata.parameters
             staged["uniforms"][:count] = uniforms(parameters["seed"], parameters["sample_index"], history.positions)
             history.uniforms = self._inputs["uniforms"][:count]
-        return Draws(rows, is_batch, metadata, history)
+        masks = None
+        if slot_to_mask:
+            row_to_mask = {row: slot_to_mask[slot] for row, slot in enumerate(slots.tolist()) if slot in slot_to_mask}
+            masks = TokenMasks(row_to_mask, self.runtime.upload)
+        return Draws(rows, is_batch, metadata, history, masks)
 
     def _stage_for_device(
         self, staged: Mapping[str, npt.NDArray[Any]], flat: FlatBatch, slots: Int64, graph_size: int | None
@@ -385,9 +399,9 @@ class ModelRunner:
             return None
         if not draws.is_batch:
             hidden = hidden.index_select(0, self._inputs["last_tokens"][: len(draws.history.slots)])
-        sampled = self._greedy(hidden) if draws.metadata.only_greedy else None
+        sampled = self._greedy(hidden) if draws.metadata.only_greedy and draws.masks is None else None
         if sampled is None:
-            sampled = self.sampler.sample(self._logits(hidden), draws.metadata, draws.history)
+            sampled = self.sampler.sample(self._logits(hidden), draws.metadata, draws.history, draws.masks)
         return self._append(sampled)
 
     def _sample_replayed(self, prepared: PreparedStep, logits: torch.Tensor) -> SamplerOutput | None:
@@ -397,7 +411,7 @@ class ModelRunner:
             return None
         count = len(draws.history.slots)
         logits = logits[:count] if draws.is_batch else logits.index_select(0, self._inputs["last_tokens"][:count])
-        return self._append(self.sampler.sample(logits, draws.metadata, draws.history))
+        return self._append(self.sampler.sample(logits, draws.metadata, draws.history, draws.masks))
 
     def _append(self, sampled: SamplerOutput) -> SamplerOutput:
         """Append the drawn tokens to their rows, on the device."""
@@ -426,6 +440,7 @@ class ModelRunner:
         """Return the logprobs of the prompt tokens that follow this step's prompt positions, where they are wanted."""
         batch, flat = self.batch, prepared.batch
         found: list[PromptLogprobs] = []
+        starts = np.cumsum(flat.query_lens) - flat.query_lens  # what was staged is the device's by now
         for row, slot in enumerate(prepared.slots.tolist()):
             num_top = batch.slot_to_prompt_logprobs.get(slot)
             if num_top is None:
@@ -434,7 +449,7 @@ class ModelRunner:
             end = min(end, int(batch.num_prompt_tokens[slot]) - 1)  # the last prompt position predicts the first output
             if first >= end:
                 continue
-            start = int(flat.query_start[row])
+            start = int(starts[row])
             parts: list[LogprobTensors] = []
             size = max(1, PROMPT_LOGPROB_ELEMENTS // self.vocab_size)
             for begin in range(first, end, size):

@@ -31,6 +31,7 @@ from asyncllm.wire.step import NewRequest, SchedulerOutput
 from asyncllm.worker.cuda_graphs import graph_sizes
 from asyncllm.worker.device_runtime import DONE, DeviceRuntime, Download, Event, Graph, Staging
 from asyncllm.worker.model_runner import ModelRunner, StepResult
+from tests.support import flash_attn_contract
 
 T = TypeVar("T")
 
@@ -129,7 +130,9 @@ def fake_cuda(library: Path) -> Iterator[None]:
 
 
 def make_runner(folder: Path, dtype: torch.dtype, backend: str, *, with_graphs: bool) -> ModelRunner:
-    """Return a runner of the model in ``folder``; its weights have no numbers."""
+    """Return a runner of the model in ``folder``; its weights have no numbers. ``backend``: may have a version."""
+    name, _, version = backend.partition(" ")
+    block_size = 256 if version == "2" else 16
     checkpoint = open_checkpoint(str(folder))
     with unset_fake_temporarily():  # a file cannot be mapped to fake tensors
         weights = list(registry.iter_weights(checkpoint, None))
@@ -140,23 +143,24 @@ def make_runner(folder: Path, dtype: torch.dtype, backend: str, *, with_graphs: 
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        block_size=256 if backend == "flash_attn" else 16,
+        block_size=block_size,
         dtype=dtype,
         device=CUDA,
     )
-    chosen = choose_backend(backend, spec, ())
-    return ModelRunner(
-        model,
-        chosen,
-        chosen.allocate(65),
-        FakeCudaRuntime(),
-        max_num_seqs=20,
-        max_num_batched_tokens=128,
-        max_model_len=400,
-        vocab_size=model.vocab_size,
-        eos_token_ids=(2,),
-        graph_sizes=graph_sizes(20) if with_graphs else [],
-    )
+    with flash_attn_contract.installed(*version):
+        chosen = choose_backend(name, spec, ())
+        return ModelRunner(
+            model,
+            chosen,
+            chosen.allocate(65),
+            FakeCudaRuntime(),
+            max_num_seqs=20,
+            max_num_batched_tokens=128,
+            max_model_len=25 * block_size,
+            vocab_size=model.vocab_size,
+            eos_token_ids=(2,),
+            graph_sizes=graph_sizes(20) if with_graphs else [],
+        )
 
 
 def request(slot: int, num_tokens: int, **sampling: Any) -> NewRequest:

@@ -110,7 +110,7 @@ def _attend(
     return acc, total, new_largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_bound"])  # its number of variants would grow with the waves
 def paged_attention_kernel(
     out_ptr,  # [T, H, D]
     query_ptr,  # [T, H, D] by strides
@@ -264,7 +264,7 @@ def paged_attention_kernel(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_bound"])
 def merge_parts_kernel(
     out_ptr,  # [T, H, D]
     part_out_ptr,

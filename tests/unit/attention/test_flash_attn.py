@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from asyncllm import LLM, SamplingParams
 from asyncllm.attention.base import AttentionSpec, StepLimits
 from asyncllm.attention.flash_attn import FlashAttention
 from asyncllm.attention.selector import choose_backend
 from asyncllm.errors import ConfigError
-from asyncllm.wire.messages import EngineSampling
+from asyncllm.wire.messages import EngineInfo, EngineSampling
 from tests.support import flash_attn_contract as contract
 from tests.support.attention import PagedRows, exact, make_spec
 from tests.support.emulated_device import EmulatedRuntime
@@ -231,6 +232,31 @@ def test_a_block_size_that_was_asked_for_decides_between_the_packages() -> None:
 
 def test_others_keep_the_block_size_that_nobody_asked_for() -> None:
     assert choose_backend("cpu", make_spec(block_size=16), (), any_block_size=True).spec.block_size == 16
+
+
+# ------------------------------------------------------------------------------------------------------ whole engines
+def generate(model: Path, **options: Any) -> tuple[EngineInfo, list[list[int]]]:
+    prompts = [prompt(length, length) for length in (290, 5, 30)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    options |= {"dtype": "bfloat16", "device": "cpu", "num_threads": 1, "max_num_seqs": 4, "max_model_len": 400}
+    with LLM(model, in_process=True, num_blocks=12, max_num_batched_tokens=100, **options) as llm:
+        completions = [*llm.generate(prompts, params), *llm.generate(prompts[:1], params)]
+        assert completions[-1].usage.cached_tokens == 256
+        return llm.info, [list(completion.token_ids) for completion in completions]
+
+
+def test_an_engine_has_blocks_of_256_for_version_2_and_the_tokens_of_the_reference(tiny_llama: Path) -> None:
+    with contract.installed("2"):
+        info, found = generate(tiny_llama, attention_backend="flash_attn")
+    assert (info.attention_backend, info.block_size, info.num_blocks) == ("flash_attn", 256, 12)
+    info, expected = generate(tiny_llama, attention_backend="reference", block_size=256)
+    assert (info.attention_backend, info.block_size) == ("reference", 256)
+    assert found == expected
+
+
+def test_an_engine_with_a_block_size_that_the_package_cannot_read_does_not_start(tiny_llama: Path) -> None:
+    with contract.installed("2"), pytest.raises(ConfigError, match="block_size is 16; it must be a multiple of 256"):
+        LLM(tiny_llama, in_process=True, dtype="bfloat16", device="cpu", attention_backend="flash_attn", block_size=16)
 
 
 # ---------------------------------------------------------------------------------------- the contract is the packages'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,23 @@ def test_decode_steps_have_the_same_launches_whatever_their_lengths(padding: int
             [],
         )
     )
+
+
+@pytest.mark.triton
+def test_the_first_step_launches_all_kernels_so_that_no_later_one_waits_for_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = PagedRows(make_spec(heads=4, kv_heads=2), [3])
+    backend = TritonAttention(rows.spec)
+    [cache] = backend.allocate(rows.num_blocks)
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "asyncllm.kernels.triton.paged_attention.paged_attention",
+        lambda *arguments: launched.append(arguments[-3:]),
+    )
+    for window in (None, 2, 2):
+        rows.run(backend, cache, [(0, 0, 1)], window=window)
+    assert launched == [(True, True, [True]), (True, True, [True]), (True, True, [])]
 
 
 @pytest.mark.triton

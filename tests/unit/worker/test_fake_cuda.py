@@ -36,17 +36,30 @@ def write_models(folder: Path) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize("fused", ["triton", "torch"])
-@pytest.mark.parametrize("backend", ["triton"])
-def test_a_step_never_waits_for_the_device(backend: str, fused: str, guard: Path, tmp_path: Path) -> None:
-    folders = write_models(tmp_path)
-    program = [sys.executable, "-m", "tests.support.fake_cuda", str(guard), backend, *map(str, folders)]
+@pytest.mark.parametrize(
+    ("backends", "names", "fused"),
+    [
+        (["triton"], ["llama", "opt", "gemma3"], "triton"),
+        (["triton"], ["llama", "opt", "gemma3"], "torch"),
+        (["flash_attn 2", "flash_attn 3", "flash_attn 4"], ["gemma3"], "triton"),  # which has windows
+    ],
+    ids=["triton", "triton, the rest in torch", "flash_attn"],
+)
+def test_a_step_never_waits_for_the_device(
+    backends: list[str], names: list[str], fused: str, guard: Path, tmp_path: Path
+) -> None:
+    folders = [folder for folder in write_models(tmp_path) if folder.name in names]
+    program = [sys.executable, "-m", "tests.support.fake_cuda", str(guard), ",".join(backends), *map(str, folders)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "ASYNCLLM_FUSED_KERNELS": fused}
     ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [(f["model"], f["graphs"], f["kind"]) for f in found] == [
-        (folder.name, graphs, kind) for folder in folders for graphs in (False, True) for kind in KINDS
+    assert [(f["model"], f["backend"], f["graphs"], f["kind"]) for f in found] == [
+        (folder.name, backend, graphs, kind)
+        for folder in folders
+        for backend in backends
+        for graphs in (False, True)
+        for kind in KINDS
     ]
     assert all(f["copies"] == NUM_STEPS for f in found)
     assert all(f["replays"] == (NUM_DECODE_STEPS if f["graphs"] else 0) for f in found)
