@@ -133,7 +133,7 @@ class BlockHolds:
     @property
     def num_pinned_blocks(self) -> int:
         """Return the number of blocks that pins use."""
-        return sum(len(hold.block_ids) for hold in self._pins.values())
+        return sum(len(hold.block_ids) for hold in self._pins.values()) if self._pins else 0
 
     def _fill(self, hold: Hold, num_tokens: int, block_ids: Sequence[int]) -> None:
         hold.num_tokens = num_tokens

@@ -256,7 +256,8 @@ class ScriptedExecutor(Executor):
             rows[new.slot] = _Row(new, self._reply(new))
         for slot, block_ids in zip(step.block_slots, step.block_ids, strict=True):
             rows[slot].blocks.extend(block_ids)
-        self._check_copies(step)
+        if step.new_requests or step.copied_blocks:
+            self._check_copies(step)
 
     def _check_copies(self, step: SchedulerOutput) -> None:
         """Raise unless each copy goes to the block of a new request that holds what it has beyond whole blocks."""
