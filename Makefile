@@ -53,8 +53,10 @@ sanitize: test-setup
 	$(bin)/python -m pytest -q tests/unit/kernels --ignore tests/unit/kernels/test_build.py \
 	--ignore tests/unit/kernels/triton $(ARGS)
 
-# With a CUDA build of torch: make prove TORCH=torch
-prove: $(VENV)/.tested-with
+# CUDA builds of torch bring their own triton: the extra gpu-test would ask for another one.
+prove: TORCH := torch
+prove: $(VENV)/.installed
+	$(pip) install --quiet "$(TORCH)" --editable ".[test]"
 	$(bin)/python -m tests.gpu.prove --out build/prove $(ARGS)
 
 lint: $(VENV)/.tested-with

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM"]
 
+ENGINE_THREADS = "asyncllm-worker"
+"""How the names of those threads begin that an engine in this process has (:mod:`asyncllm.executor.uniproc`)."""
+
 
 class _Batch:
     """The requests of one call, and its progress bar."""
@@ -231,7 +234,7 @@ class LLM:
     def _must_sleep(self) -> bool:
         if not self._session.is_sleeping or self._work:
             return False
-        if threading.active_count() == 1:
+        if not any(_may_call(thread) for thread in threading.enumerate()):
             raise UsageError("the engine sleeps, and no other thread could wake it up; call wake_up() first")
         return True
 
@@ -339,6 +342,13 @@ def _as_prompts(prompts: Any) -> list[str | Sequence[int]]:
         raise InvalidParameterError(f"prompts is a {type(prompts).__name__}; it must be a prompt or a list of prompts")
     many = cast("Sequence[Any]", prompts)
     return [many] if len(many) and not isinstance(many[0], (str, Sequence)) else list(many)
+
+
+def _may_call(thread: threading.Thread) -> bool:
+    """Return whether ``thread`` is another one than this, an engine's in this process, and the one of progress bars."""
+    if thread is threading.current_thread() or type(thread).__module__ == "tqdm._monitor":
+        return False
+    return not thread.name.startswith(ENGINE_THREADS)
 
 
 def _as_conversations(messages: Any) -> list[Sequence[Message]]:

@@ -71,7 +71,6 @@ class FlashAttention(AttentionBackend):
         logger.info("attention by %s, KV blocks of %d tokens", chosen.name, spec.block_size)
         self._package_class = chosen
         self._package: Package | None = None
-        self._fused = fused_kernels(spec.device)
         self._kv_write = _triton_kv_write(spec.device)
 
     @classmethod

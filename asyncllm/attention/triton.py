@@ -124,6 +124,7 @@ class TritonAttention(AttentionBackend):
         if self._work is None or self._work.num_slots != work.num_slots:
             self.scratch = None
         self._work = work
+        self._windows.clear()  # the kernels are compiled for its sizes
         return work.fields()
 
     def scratch_bytes(self, limits: StepLimits) -> int:

@@ -279,7 +279,7 @@ class EngineCore:
     def pause(self) -> Future[None]:
         """Run no step until :meth:`resume`; requests are kept and taken in. Answer once no step is out."""
         self.scheduler.paused = True
-        return self._answer_when(not self._steps_out, self._pauses)
+        return self._answer_when(not (self._steps_out or self._settled), self._pauses)
 
     def resume(self) -> None:
         """Run steps again."""
@@ -315,7 +315,8 @@ class EngineCore:
 
     def drain(self) -> Future[None]:
         """Answer once no request is left and no step is out; paused, parked and sleeping requests count as well."""
-        return self._answer_when(not self._steps_out and not self.scheduler.has_unfinished(), self._drains)
+        is_empty = not (self._steps_out or self._settled or self.scheduler.has_unfinished())
+        return self._answer_when(is_empty, self._drains)
 
     def check_health(self) -> None:
         """Return if every worker lives.

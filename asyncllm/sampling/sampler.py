@@ -92,18 +92,17 @@ class Sampler:
 
     def _draw_rows(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> torch.Tensor:
         u = _numbers(logits, metadata, history).unsqueeze(1)  # [R, 1] float64
-        group = metadata.random_rows[0]
-        if group.rows is None:
-            return draw(logits, group, u)
+        rows = metadata.torch_rows()
+        first = rows.random[0]
+        if first.rows is None:
+            return draw(logits, first, u)
         token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        if metadata.greedy_rows is not None and len(metadata.greedy_rows):
-            rows = metadata.greedy_rows
-            token_ids.index_copy_(0, rows, argmax(logits.index_select(0, rows)))
-        for group in metadata.random_rows:
-            rows = group.rows
-            assert rows is not None
-            drawn = draw(logits.index_select(0, rows), group, u.index_select(0, rows))
-            token_ids.index_copy_(0, rows, drawn)
+        if rows.greedy is not None and len(rows.greedy):
+            token_ids.index_copy_(0, rows.greedy, argmax(logits.index_select(0, rows.greedy)))
+        for group in rows.random:
+            assert group.rows is not None
+            drawn = draw(logits.index_select(0, group.rows), group, u.index_select(0, group.rows))
+            token_ids.index_copy_(0, group.rows, drawn)
         return token_ids
 
 

@@ -156,8 +156,8 @@ class StepResult:
 class ModelRunner:
     """Runs steps of one model on one device; used by the worker's thread only.
 
-    ``graph_sizes``: numbers of rows whose decode steps :meth:`capture_graphs` records; none where the device or the
-    backend has no use for them.
+    ``graph_sizes``: numbers of rows whose decode steps :meth:`capture_graphs` records, none larger than a step can be;
+    none where the device or the backend has no use for them.
     """
 
     def __init__(
@@ -174,6 +174,8 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...],
         graph_sizes: Sequence[int] = (),
     ) -> None:
+        # A larger graph would read and write beyond the ends of its inputs.
+        assert max(graph_sizes, default=0) <= min(max_num_seqs, max_num_batched_tokens), graph_sizes
         spec = backend.spec
         self.model = model
         self.backend = backend
@@ -209,7 +211,7 @@ class ModelRunner:
 
         :raises RuntimeError: the model or the backend failed; the batch is then not to be used again.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), self.runtime.current():
             self.batch.apply(step)
             prepared = self.prepare(step)
             self._buffers.commit()
@@ -217,9 +219,6 @@ class ModelRunner:
                 self._grow_block_tables()
             if step.copied_blocks:
                 self._copy_blocks(step.copied_blocks)
-            if prepared.graph_size is not None:
-                logits = self.graphs.replay(prepared.graph_size)
-                return StepResult(self, step, prepared, self._sample_replayed(prepared, logits), [])
             hidden = self.forward(prepared)
             prompt_logprobs = self._prompt_logprobs(prepared, hidden) if self.batch.slot_to_prompt_logprobs else []
             return StepResult(self, step, prepared, self._sample(prepared, hidden), prompt_logprobs)
@@ -262,8 +261,14 @@ class ModelRunner:
         return PreparedStep(slots, flat, self.backend.plan(flat), graph_size, draws)
 
     def forward(self, prepared: PreparedStep) -> torch.Tensor:
-        """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then."""
-        return self._forward(len(prepared.batch.positions), prepared.plan)
+        """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then.
+
+        Those of a graph are valid until the next one is replayed.
+        """
+        num_tokens = len(prepared.batch.positions)
+        if prepared.graph_size is not None:
+            return self.graphs.replay(prepared.graph_size)[:num_tokens]
+        return self._forward(num_tokens, prepared.plan)
 
     def _copy_blocks(self, pairs: list[int]) -> None:
         sources, targets = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
@@ -271,7 +276,7 @@ class ModelRunner:
 
     def capture_graphs(self, report: Callable[[float], None] = lambda fraction: None) -> None:
         """Record the decode step of each of the sizes, and ``report`` the share that is done."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.runtime.current():
             self.graphs.capture(self._decode_work, report)
 
     def scrub(self, prepared: PreparedStep, slots: Iterable[int]) -> None:
@@ -308,7 +313,7 @@ class ModelRunner:
         batch.num_tokens[slots] = seq_lens + 1
         metadata = self._metadata_of(slots)
         history = TokenHistory(batch.tokens, slots, batch.num_prompt_tokens[slots], seq_lens)
-        if self._stages_uniforms and metadata.random_rows:
+        if self._stages_uniforms and not metadata.all_greedy:
             parameters = metadata.parameters
             staged["uniforms"][:count] = uniforms(parameters["seed"], parameters["sample_index"], history.positions)
             history.uniforms = self._inputs["uniforms"][:count]
@@ -367,7 +372,7 @@ class ModelRunner:
         return self.model(token_ids, self._inputs["positions"][:num_tokens], context)
 
     def _decode_work(self, size: int) -> Callable[[], torch.Tensor]:
-        """Stage a decode step of ``size`` rows that writes nowhere; return what computes its logits [size, V]."""
+        """Stage a decode step of ``size`` rows that writes nowhere; return what computes its hidden states."""
         staged = self._buffers.begin()
         one = np.ones(size, np.int32)
         staged["query_start"][: size + 1] = self._arange[: size + 1]
@@ -384,7 +389,7 @@ class ModelRunner:
         self._stage_for_device(staged, flat, np.zeros(size, np.int64), None)
         plan = self.backend.plan(flat)
         self._buffers.commit()
-        return lambda: self._logits(self._forward(size, plan))
+        return lambda: self._forward(size, plan)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.model.compute_logits(hidden)
@@ -403,15 +408,6 @@ class ModelRunner:
         if sampled is None:
             sampled = self.sampler.sample(self._logits(hidden), draws.metadata, draws.history, draws.masks)
         return self._append(sampled)
-
-    def _sample_replayed(self, prepared: PreparedStep, logits: torch.Tensor) -> SamplerOutput | None:
-        """Draw from the logits [size, V] of a graph."""
-        draws = prepared.draws
-        if draws is None:
-            return None
-        count = len(draws.history.slots)
-        logits = logits[:count] if draws.is_batch else logits.index_select(0, self._inputs["last_tokens"][:count])
-        return self._append(self.sampler.sample(logits, draws.metadata, draws.history, draws.masks))
 
     def _append(self, sampled: SamplerOutput) -> SamplerOutput:
         """Append the drawn tokens to their rows, on the device."""
@@ -455,7 +451,8 @@ class ModelRunner:
             for begin in range(first, end, size):
                 stop = min(begin + size, end)
                 logits = self._logits(hidden[start + begin - first : start + stop - first])
-                chosen = batch.tokens[slot, begin + 1 : stop + 1]
+                # A copy: by the time that the download is made, the slot may be another's.
+                chosen = batch.tokens[slot, begin + 1 : stop + 1].clone()
                 parts.append(compute_logprobs(logits, chosen, with_top=num_top > 0))
             found.append(PromptLogprobs(slot, min(num_top, self.vocab_size), parts))
         return found

@@ -60,12 +60,13 @@ def recorded(model: Path, numbers: str, *, num_blocks: int, **options: Any) -> I
     sample = ModelRunner._sample  # pyright: ignore[reportPrivateUsage]
 
     def record(runner: ModelRunner, prepared: PreparedStep, hidden: torch.Tensor) -> Any:
-        rows = prepared.sample_rows
-        slots = prepared.slots if rows is None else prepared.slots[rows]
-        if len(slots):
-            last = hidden if prepared.last_tokens is None else hidden.index_select(0, prepared.last_tokens)
-            for slot, logits in zip(slots, runner.model.compute_logits(last), strict=True):
-                tokens = runner.batch.tokens[slot, : runner.batch.num_tokens[slot]]
+        if prepared.draws is not None:
+            rows, history = prepared.draws.rows, prepared.draws.history
+            ends = torch.from_numpy(prepared.batch.query_start[1:] - 1).long()
+            last = hidden[ends if rows is None else ends[rows]]
+            all_logits = runner.model.compute_logits(last)
+            for slot, num_tokens, logits in zip(history.slots, history.num_tokens, all_logits, strict=True):
+                tokens = runner.batch.tokens[slot, :num_tokens]
                 bits = logits.numpy().tobytes()
                 assert found.setdefault(tokens.numpy().tobytes(), bits) == bits
         return sample(runner, prepared, hidden)
