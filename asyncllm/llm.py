@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from asyncllm._progress import make_bar
 from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._sync_session import SyncSession
 from asyncllm.errors import EngineDeadError, InvalidParameterError, UsageError
@@ -178,7 +178,7 @@ class LLM:
     ) -> list[Completion]:
         self._session.check()
         processed = [request.process(self._session.inputs, None) for request in requests]
-        bar = _make_bar(len(processed), progress)
+        bar = make_bar(len(processed), progress)
         batch = _Batch(len(processed), bar)
         try:
             self._do_soon(lambda: self._submit(processed, batch))
@@ -373,14 +373,3 @@ def _as_params(
             )
         return list(params)
     return [make_params(params, sampling)] * count
-
-
-def _make_bar(total: int, progress: bool | None) -> Any:
-    """Return a progress bar on stderr, ``None`` where none is wanted."""
-    if not total or not (sys.stderr.isatty() if progress is None else progress):
-        return None
-    from tqdm import tqdm
-
-    # Without a monitor_interval of 0, tqdm starts a thread that lives as long as the process.
-    bar = type("Bar", (cast("type[Any]", tqdm),), {"monitor_interval": 0})
-    return bar(total=total, unit="prompt", dynamic_ncols=True)

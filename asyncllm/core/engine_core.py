@@ -29,7 +29,9 @@ from asyncllm.wire.messages import (
     FinishedRequest,
     FinishRequests,
     ParkRequests,
+    PinPrefix,
     SchedulerStats,
+    UnpinPrefixes,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ PROFILE_DIR = "asyncllm-profile"
 SLEEP_LEVELS = (1, 2)
 """1: the weights of a GPU go to the host, those of a CPU stay; 2: they are dropped and read from the disk again."""
 
-SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
+SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests | PinPrefix | UnpinPrefixes
 
 UTILITIES = frozenset(
     {
@@ -135,8 +137,12 @@ class EngineCore:
             self.clock.drop(message.request_ids)
         elif isinstance(message, FinishRequests):
             self.scheduler.finish_requests(message.request_ids)
-        else:
+        elif isinstance(message, ParkRequests):
             self.scheduler.park_requests(message.request_ids, message.parked)
+        elif isinstance(message, PinPrefix):
+            self.scheduler.pin_prefix(message)
+        else:
+            self.scheduler.unpin_prefixes(message.pin_ids)
 
     def _compile(self, message: EngineCoreRequest) -> None:
         """Have the grammar of a request compiled on a thread; the request waits in the scheduler."""
