@@ -131,3 +131,15 @@ async def test_structured_output_does_not_go_on_in_the_middle(llm: AsyncLLM) -> 
             stream.fork()
         [branch] = stream.fork(regex=None, max_tokens=2)
         assert len((await branch.completion()).token_ids) == 2
+
+
+async def test_a_branch_of_a_running_stream_computes_one_token(llm: AsyncLLM) -> None:
+    await set_script(llm, step_ms=3)  # so that the source runs for longer than the test
+    before = (await llm.stats()).num_prefill_tokens
+    async with llm.stream(list(range(40)), **ENDLESS) as stream:
+        for _ in range(3):
+            await anext(stream)
+        branches = stream.fork(4, max_tokens=2)
+    done = [await branch.completion() for branch in branches]
+    assert [one.usage.cached_tokens for one in done] == [42] * 4
+    assert (await llm.stats()).num_prefill_tokens - before == 40 + 4
