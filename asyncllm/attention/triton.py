@@ -123,9 +123,11 @@ class TritonAttention(AttentionBackend):
         work = self._work_list(limits)
         if self._work is None or self._work.num_slots != work.num_slots:
             self.scratch = None
+        fields = work.fields()
+        if self._work is None or self._work.fields() != fields:
+            self._windows.clear()  # the kernels are compiled for the sizes of its arrays
         self._work = work
-        self._windows.clear()  # the kernels are compiled for its sizes
-        return work.fields()
+        return fields
 
     def scratch_bytes(self, limits: StepLimits) -> int:
         """Return the memory of the partial results of rows that are cut."""
