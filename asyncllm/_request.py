@@ -46,6 +46,7 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     logprob_token_ids: list[int] | None
     truncate_prompt_tokens: int | None
+    prompt_lookup_num_tokens: int | None
     detokenize: bool
     skip_special_tokens: bool
     spaces_between_special_tokens: bool

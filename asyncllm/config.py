@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 import msgspec
 
 from asyncllm.errors import ConfigError, shown
+from asyncllm.sampling_params import MAX_LOOKUP_TOKENS
 
 __all__ = [
     "CacheConfig",
@@ -31,6 +32,7 @@ AUTO = "auto"
 DEFAULT_BLOCK_SIZE = 16
 WORDS = {"bool": "True or False", "float": "a number", "int": "an integer", "int | None": "an integer or None"}
 MAX_INTEGER = 2**63 - 1
+LOOKUP_STEP_TOKENS_CPU, LOOKUP_STEP_TOKENS_GPU = 64, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +111,24 @@ class SchedulerConfig:
     """``priority``: lower ``priority`` first, then arrival; a more urgent request may preempt."""
     async_scheduling: bool | Literal["auto"] = AUTO
     """Launch each step before the ids of the one before it are known. ``auto``: on a GPU, not on a CPU."""
+    prompt_lookup_num_tokens: int = 0
+    """``SamplingParams.prompt_lookup_num_tokens`` of requests that do not say; 0: nothing is looked up."""
+    prompt_lookup_step_tokens: int | None = None
+    """Tokens are looked up only as long as a step has no more than this many tokens, for beyond it each costs as much
+    as it may gain. ``None``: 64 on a CPU, 256 on a GPU."""
+
+    def lookup_step_tokens(self, device: str) -> int:
+        """Return ``prompt_lookup_step_tokens``, or what is right for a device."""
+        if self.prompt_lookup_step_tokens is not None:
+            return self.prompt_lookup_step_tokens
+        return LOOKUP_STEP_TOKENS_GPU if device.startswith("cuda") else LOOKUP_STEP_TOKENS_CPU
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("prompt_lookup_num_tokens", self.prompt_lookup_num_tokens, 0)
+        if self.prompt_lookup_num_tokens > MAX_LOOKUP_TOKENS:
+            _refuse("prompt_lookup_num_tokens", self.prompt_lookup_num_tokens, f"at most {MAX_LOOKUP_TOKENS}")
+        _at_least("prompt_lookup_step_tokens", self.prompt_lookup_step_tokens, 0)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _one_of("policy", self.policy, ("fcfs", "priority"))

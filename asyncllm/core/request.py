@@ -17,7 +17,8 @@ of the queue and of all steps until it is unparked.
 
 A token is *on its way* once the step that draws it is scheduled: the worker has it before its id is known here, so the
 next step can compute with it. Invariant: ``0 <= num_computed_tokens < num_tokens``; a request that has caught up is
-exactly one token behind.
+exactly one token behind. Drafts (:mod:`asyncllm.wire.step`) are none of its tokens, and not computed, before the step
+that tries them has ended; until then ``num_drafts_out`` keeps it out of steps.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import enum
 import sys
 from typing import TYPE_CHECKING
 
+from asyncllm.core.prompt_lookup import PromptLookup
 from asyncllm.core.repetition import RepetitionWatch
 from asyncllm.errors import InvalidParameterError, PromptTooLongError, RequestError, RequestTooLargeError
 from asyncllm.wire.step import NewRequest
@@ -63,10 +65,13 @@ class Request:
         "cache_parent",
         "check_from",
         "extra_keys",
+        "is_rewound",
+        "lookup",
         "max_num_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafts_out",
         "num_found_blocks",
         "num_preemptions",
         "num_prompt_logprobs",
@@ -109,6 +114,10 @@ class Request:
         watched = None if sampling.rare is None else sampling.rare.repetition
         self.repetition = None if watched is None else RepetitionWatch(*watched, start=self.num_prompt_tokens)
         self.check_from = self.max_num_tokens if watched is None else 0
+        num_drafts = 0 if sampling.rare is None else sampling.rare.num_lookup_tokens
+        self.lookup = PromptLookup(num_drafts) if num_drafts else None
+        self.num_drafts_out = 0  # in a step whose result is not known
+        self.is_rewound = False  # fewer tokens count as computed than the worker believes
 
         self.status = RequestStatus.WAITING
         self.parked = False
@@ -139,7 +148,12 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def set_border(self, num_tokens: int) -> None:
-        """Let steps only count on below so many computed tokens, for which there are blocks."""
+        """Let steps only count on below so many computed tokens, for which there are blocks.
+
+        With a lookup no step only counts on.
+        """
+        if self.lookup is not None:
+            num_tokens = 1
         self.border = num_tokens if num_tokens < self.max_num_tokens else self.max_num_tokens - 1
 
     def to_worker(self) -> NewRequest:

@@ -18,6 +18,11 @@ adds the ids. A length ends a request ahead of time, so no row is computed beyon
 arrives, and what the steps that are out draw after it (surplus) is dropped. Steps run in order, so a slot may change
 hands at once; blocks do when the steps that are out have ended. A preempted request keeps the tokens that arrive until
 it is admitted again, and draws the others a second time.
+
+A request with a :class:`~asyncllm.core.prompt_lookup.PromptLookup` may compute *drafts* after its newest token. They
+are extra: none where a step would grow beyond ``prompt_lookup_step_tokens``, none in place of the budget or the blocks
+that running requests need. How many tokens come of them is known when their step has ended, so the request stays out
+of steps until then; one whose newest ids are on their way waits for them if there are likely to be drafts.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncllm.config import EngineConfig
+    from asyncllm.core.prompt_lookup import PromptLookup
 
 __all__ = ["Scheduler"]
 
@@ -57,7 +63,8 @@ _urgency = attrgetter("urgency")
 class Scheduler:
     """Owns all live requests and the KV blocks of one engine. Used by the busy-loop thread alone.
 
-    ``num_blocks`` counts the usable blocks, ``max_model_len`` bounds prompt plus output in tokens.
+    ``num_blocks`` counts the usable blocks, ``max_model_len`` bounds prompt plus output in tokens,
+    ``lookup_step_tokens`` those of a step with drafts.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         hash_function: HashFunction = hash_block,
+        lookup_step_tokens: int = 0,
     ) -> None:
         options = config.scheduler
         self.max_model_len = max_model_len
@@ -81,6 +89,7 @@ class Scheduler:
 
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._max_chunk = options.long_prefill_token_threshold or sys.maxsize
+        self._lookup_step_tokens = min(lookup_step_tokens, options.max_num_batched_tokens)
         self._has_classes = options.policy == "priority"
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_num_seqs = options.max_num_seqs
@@ -195,8 +204,13 @@ class Scheduler:
                 if not request.border:  # still catching up
                     budget -= self._schedule_chunk(request, step, rows, budget)
                     continue
-                if num_computed + 1 >= request.max_num_tokens or not self._append_block(request, step):
-                    continue  # its last token is on its way; or it waits for a block, or made room itself
+                if num_computed + 1 >= request.max_num_tokens:
+                    continue  # its last token is on its way
+                if request.lookup is not None:
+                    budget -= self._schedule_with_drafts(request, request.lookup, step, rows, budget)
+                    continue
+                if not self._append_block(request, step):
+                    continue  # it waits for a block, or made room itself
             request.num_computed_tokens = num_computed + 1  # what was drawn last
             add_slot(request.slot)
             add_count(1)
@@ -226,6 +240,47 @@ class Scheduler:
         rows.append(request)
         self._counters.num_prefill_tokens += num_new
         return num_new
+
+    def _schedule_with_drafts(
+        self, request: Request, lookup: PromptLookup, step: SchedulerOutput, rows: list[Request], budget: int
+    ) -> int:
+        """Let a request that has caught up compute its newest token and drafts after it; return the number of both."""
+        if request.num_drafts_out:
+            return 0  # its newest tokens are not known
+        token_ids, num_computed = request.token_ids, request.num_computed_tokens
+        num_running = len(self.running)
+        room = min(self._lookup_step_tokens // num_running - 1, budget - num_running)
+        room = min(room, request.max_num_tokens - num_computed - 2)  # with the last token there is nothing to guess
+        drafts: list[int] = []
+        if room > 0:
+            if len(token_ids) == num_computed + 1:
+                drafts = lookup.propose(token_ids, room)
+            elif lookup.is_worth_waiting(token_ids):
+                return 0
+        if num_computed == len(request.block_ids) * self.kv.block_size and not self._append_block(request, step):
+            return 0
+        if drafts:
+            self._add_drafts(request, drafts, step)
+        if request.is_rewound:
+            request.is_rewound = False
+            step.rewound_slots.append(request.slot)
+            step.rewound_num_computed.append(num_computed)
+        request.num_computed_tokens = num_computed + 1
+        step.slots.append(request.slot)
+        step.num_scheduled_tokens.append(1 + request.num_drafts_out)
+        rows.append(request)
+        return 1 + request.num_drafts_out
+
+    def _add_drafts(self, request: Request, drafts: list[int], step: SchedulerOutput) -> None:
+        """Add those of ``drafts`` to a row for which there are blocks that no running request will need."""
+        block_size = self.kv.block_size
+        num_tokens = request.num_computed_tokens + 1 + len(drafts)
+        while len(request.block_ids) * block_size < num_tokens and self.kv.pool.num_free_blocks > len(self.running):
+            self._append_block(request, step)
+        request.num_drafts_out = min(len(drafts), len(request.block_ids) * block_size - num_tokens + len(drafts))
+        if request.num_drafts_out:
+            step.draft_slots.append(request.slot)
+            step.draft_token_ids.append(drafts[: request.num_drafts_out])
 
     def _append_block(self, request: Request, step: SchedulerOutput) -> bool:
         """Give a running request its next block; parked and less urgent ones make room.
@@ -331,6 +386,8 @@ class Scheduler:
             add_token_id(token_id)
             if len(token_ids) >= request.check_from or token_id in request.stop_token_ids:
                 ended += self._report_if_done(request, token_id)
+        if step.draft_slots:
+            self._take_drafts(step, rows, output, result, ended)
         self._end_all(ended)
         self.kv.step_ended(step_id)
         self._counters.num_dropped_tokens += num_dropped
@@ -342,6 +399,46 @@ class Scheduler:
             result.num_preemptions, self._preempted = self._preempted, {}
         result.stats = self.stats()
         return result
+
+    def _take_drafts(
+        self,
+        step: SchedulerOutput,
+        rows: list[Request],
+        output: ModelRunnerOutput,
+        result: EngineCoreOutputs,
+        ended: list[Request],
+    ) -> None:
+        """Add the tokens that follow the first one in rows with drafts, until one of them ends its request."""
+        slot_to_request = dict(zip(step.slots, rows, strict=True))
+        for slot, drafts in zip(step.draft_slots, step.draft_token_ids, strict=True):
+            request, more = slot_to_request[slot], output.more_token_ids.get(slot, ())
+            lookup = request.lookup
+            if request.since_step > step.step_id or lookup is None:
+                continue
+            num_taken = 0
+            is_running = request.num_drafts_out > 0  # not preempted since
+            for token_id in () if request in ended else more:
+                num_taken += 1
+                request.token_ids.append(token_id)
+                result.request_ids.append(request.request_id)
+                result.token_ids.append(token_id)
+                if len(request.token_ids) >= request.check_from or token_id in request.stop_token_ids:
+                    ended += (done := self._report_if_done(request, token_id))
+                    if done:
+                        break
+            if is_running:
+                request.num_computed_tokens += num_taken
+                request.is_rewound = num_taken < len(drafts)
+                request.num_drafts_out = 0
+            lookup.learn(len(drafts), len(more), len(request.token_ids))
+            lookup.num_proposed += len(drafts)
+            lookup.num_accepted += num_taken
+            self._counters.num_proposed_drafts += len(drafts)
+            self._counters.num_accepted_drafts += num_taken
+            result.drafts[request.request_id] = (lookup.num_proposed, lookup.num_accepted)
+            if slot in output.spoiled_slots:
+                request.lookup = None
+                self._preempt_all([request] if is_running and request not in ended else [])
 
     def take_outputs(self) -> EngineCoreOutputs | None:
         """Return the ends of requests that no step has reported (refused, softly finished), ``None`` without any."""
@@ -416,6 +513,8 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot = -1
         request.border = 0
+        request.num_drafts_out = 0
+        request.is_rewound = False
 
     # ------------------------------------------------------------------------------------------------ looking at it all
     def has_unfinished(self) -> bool:

@@ -93,6 +93,7 @@ class InputProcessor:
             num_kv_tokens=None,
             block_size=config.cache.tokens_per_block,
         )
+        self._num_lookup_tokens = config.scheduler.prompt_lookup_num_tokens
         self._chat_template = ChatTemplate.from_checkpoint(checkpoint, config.model.chat_template)
         self._engine_ids = itertools.count(1)
         self._names = itertools.count(1)
@@ -314,7 +315,8 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "little") if value["temperature"] else 0
-        rare = _rare(params, bad_words)
+        num_lookup_tokens = params.prompt_lookup_num_tokens
+        rare = _rare(params, bad_words, self._num_lookup_tokens if num_lookup_tokens is None else num_lookup_tokens)
         return [
             EngineSampling(
                 max_tokens=max_tokens,
@@ -345,15 +347,16 @@ class InputProcessor:
         return self._defaults[name] if given is None else given
 
 
-def _rare(params: SamplingParams, bad_words: list[list[int]]) -> RareSampling | None:
+def _rare(params: SamplingParams, bad_words: list[list[int]], num_lookup_tokens: int) -> RareSampling | None:
     """Return what of ``params`` few requests use; ``None`` where this is none of them."""
     watched = params.repetition_detection
-    if not bad_words and params.logprob_token_ids is None and watched is None:
+    if not bad_words and params.logprob_token_ids is None and watched is None and not num_lookup_tokens:
         return None
     return RareSampling(
         bad_words,
         list(params.logprob_token_ids or ()),
         None if watched is None else (watched.min_pattern_size, watched.max_pattern_size, watched.min_count),
+        num_lookup_tokens,
     )
 
 

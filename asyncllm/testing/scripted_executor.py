@@ -37,7 +37,7 @@ class ScriptError(RuntimeError):
 class _Row:
     """One slot of the persistent batch."""
 
-    __slots__ = ("blocks", "computed", "known", "num_prompt", "prompt", "reply", "request_id", "sampling")
+    __slots__ = ("blocks", "computed", "drafts", "known", "num_prompt", "prompt", "reply", "request_id", "sampling")
 
     def __init__(self, new: NewRequest, reply: list[int]) -> None:
         self.request_id = new.request_id
@@ -48,6 +48,7 @@ class _Row:
         self.blocks = list(new.block_ids)
         self.sampling = new.sampling
         self.reply = reply
+        self.drafts: Sequence[int] = ()  # in the step that runs
 
 
 class _Step:
@@ -254,6 +255,11 @@ class ScriptedExecutor(Executor):
             rows[new.slot] = _Row(new, self._reply(new))
         for slot, block_ids in zip(step.block_slots, step.block_ids, strict=True):
             rows[slot].blocks.extend(block_ids)
+        for slot, num_computed in zip(step.rewound_slots, step.rewound_num_computed, strict=True):
+            rows[slot].computed, rows[slot].known = num_computed, num_computed + 1
+        for slot, drafts in zip(step.draft_slots, step.draft_token_ids, strict=True):
+            rows[slot].drafts = drafts
+            rows[slot].known += len(drafts)
 
     def _draw(self, step: SchedulerOutput) -> ModelRunnerOutput:
         output = ModelRunnerOutput(step.step_id, [])
@@ -274,19 +280,30 @@ class ScriptedExecutor(Executor):
         return output
 
     def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput) -> int:
-        position = row.known - row.num_prompt
+        drafts, row.drafts = row.drafts, ()
+        position = row.known - row.num_prompt - len(drafts)
         row.known += 1
-        if position == self._fail_position and self._fail_key in _as_key(row.prompt):
+        fails_at = self._fail_position if self._fail_key in _as_key(row.prompt) else -1
+        if position == fails_at:
             output.failed[slot] = f"scripted: logits at output position {position} are not finite"
             return -1
+        tokens = [self._token_at(row, position)]
+        for draft in drafts:
+            position += 1
+            if draft != tokens[-1] or position == fails_at:
+                break
+            tokens.append(self._token_at(row, position))
+        if drafts:
+            output.more_token_ids[slot] = tokens[1:]
+        if row.sampling.logprobs >= 0:
+            output.logprobs[slot] = self._candidates(tokens, row.sampling.logprobs, row.sampling.logprob_token_ids)
+        return tokens[0]
+
+    def _token_at(self, row: _Row, position: int) -> int:
         reply = row.reply
         if position < len(reply):
-            token = reply[position]
-        else:
-            token = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
-        if row.sampling.logprobs >= 0:
-            output.logprobs[slot] = self._candidates([token], row.sampling.logprobs, row.sampling.logprob_token_ids)
-        return token
+            return reply[position]
+        return self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
 
     def _reply(self, new: NewRequest) -> list[int]:
         prompt = _as_key(new.token_ids[: new.num_prompt_tokens])
@@ -324,6 +341,7 @@ class ScriptedExecutor(Executor):
                 "request_ids": [rows[slot].request_id for slot in step.slots],
                 "num_scheduled_tokens": list(step.num_scheduled_tokens),
                 "token_ids": list(output.token_ids),
+                "more_token_ids": {rows[slot].request_id: ids for slot, ids in output.more_token_ids.items()},
                 "new": [new.request_id for new in step.new_requests],
                 "freed": list(step.freed_slots),
             }
