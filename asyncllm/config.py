@@ -33,6 +33,7 @@ DEFAULT_BLOCK_SIZE = 16
 WORDS = {"bool": "True or False", "float": "a number", "int": "an integer", "int | None": "an integer or None"}
 MAX_INTEGER = 2**63 - 1
 LOOKUP_STEP_TOKENS_CPU, LOOKUP_STEP_TOKENS_GPU = 64, 256
+LOOKUP_FREE_TOKENS_CPU, LOOKUP_FREE_TOKENS_GPU = 8, 64  # SmolLM2: a step of 1 and of 8 tokens cost the same, 16 2 x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,10 @@ class SchedulerConfig:
         if self.prompt_lookup_step_tokens is not None:
             return self.prompt_lookup_step_tokens
         return LOOKUP_STEP_TOKENS_GPU if device.startswith("cuda") else LOOKUP_STEP_TOKENS_CPU
+
+    def lookup_free_tokens(self, device: str) -> int:
+        """Return how many tokens a step may have that cost about as much as one: the weights are read once."""
+        return LOOKUP_FREE_TOKENS_GPU if device.startswith("cuda") else LOOKUP_FREE_TOKENS_CPU
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)

@@ -85,6 +85,7 @@ class EngineCore:
                 max_model_len=found.max_model_len,
                 eos_token_ids=found.eos_token_ids,
                 lookup_step_tokens=config.scheduler.lookup_step_tokens(found.device),
+                lookup_free_tokens=config.scheduler.lookup_free_tokens(found.device),
             )
             self.max_steps_out = 2 if self.executor.overlaps_steps() else 1
             self.info = _engine_info(config, found, async_scheduling=self.max_steps_out > 1)

@@ -143,6 +143,11 @@ class Request:
         return self.num_computed_tokens + 1 if self.border else len(self.token_ids)
 
     @property
+    def looks_up(self) -> bool:
+        """Return whether it asked for drafts, even if it gets none any more."""
+        return self.sampling.rare is not None and self.sampling.rare.num_lookup_tokens > 0
+
+    @property
     def num_output_tokens(self) -> int:
         """Return the number of generated tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt_tokens

@@ -21,8 +21,9 @@ it is admitted again, and draws the others a second time.
 
 A request with a :class:`~asyncllm.core.prompt_lookup.PromptLookup` may compute *drafts* after its newest token. They
 are extra: none where a step would grow beyond ``prompt_lookup_step_tokens``, none in place of the budget or the blocks
-that running requests need. How many tokens come of them is known when their step has ended, so the request stays out
-of steps until then; one whose newest ids are on their way waits for them if there are likely to be drafts.
+that running requests need, and none if they are few while many rows would pay for the longer step. How many tokens come
+of them is known when their step has ended, so the request stays out of steps until then; one whose newest ids are on
+their way waits for them if there are likely to be drafts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncllm.config import EngineConfig
-    from asyncllm.core.prompt_lookup import PromptLookup
 
 __all__ = ["Scheduler"]
 
@@ -64,7 +64,7 @@ class Scheduler:
     """Owns all live requests and the KV blocks of one engine. Used by the busy-loop thread alone.
 
     ``num_blocks`` counts the usable blocks, ``max_model_len`` bounds prompt plus output in tokens,
-    ``lookup_step_tokens`` those of a step with drafts.
+    ``lookup_step_tokens`` those of a step with drafts, of which ``lookup_free_tokens`` cost as much as one.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         hash_function: HashFunction = hash_block,
         lookup_step_tokens: int = 0,
+        lookup_free_tokens: int = 0,
     ) -> None:
         options = config.scheduler
         self.max_model_len = max_model_len
@@ -90,6 +91,9 @@ class Scheduler:
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._max_chunk = options.long_prefill_token_threshold or sys.maxsize
         self._lookup_step_tokens = min(lookup_step_tokens, options.max_num_batched_tokens)
+        self._lookup_free_tokens = lookup_free_tokens
+        self._num_lookups = 0  # live requests that have one
+        self._drafts: dict[Request, list[int]] = {}  # for the step that is being made
         self._has_classes = options.policy == "priority"
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_num_seqs = options.max_num_seqs
@@ -126,6 +130,7 @@ class Scheduler:
             eos_token_ids=self._eos_token_ids,
         )
         self.requests[request_id] = request
+        self._num_lookups += request.looks_up
         self.waiting.add(request)
 
     def abort_requests(self, request_ids: Iterable[int]) -> None:
@@ -195,6 +200,7 @@ class Scheduler:
     def _schedule_running(self, step: SchedulerOutput, rows: list[Request]) -> int:
         """First pass: serve the running requests in order; return the budget that is left."""
         budget = self._max_num_batched_tokens
+        self._drafts = self._look_up_drafts() if self._num_lookups else {}
         add_slot, add_count, add_row = step.slots.append, step.num_scheduled_tokens.append, rows.append
         for request in self.running:  # preempted ones leave its end, where the loop has not been
             if not budget:
@@ -207,7 +213,7 @@ class Scheduler:
                 if num_computed + 1 >= request.max_num_tokens:
                     continue  # its last token is on its way
                 if request.lookup is not None:
-                    budget -= self._schedule_with_drafts(request, request.lookup, step, rows, budget)
+                    budget -= self._schedule_with_drafts(request, step, rows, budget)
                     continue
                 if not self._append_block(request, step):
                     continue  # it waits for a block, or made room itself
@@ -241,26 +247,35 @@ class Scheduler:
         self._counters.num_prefill_tokens += num_new
         return num_new
 
-    def _schedule_with_drafts(
-        self, request: Request, lookup: PromptLookup, step: SchedulerOutput, rows: list[Request], budget: int
-    ) -> int:
-        """Let a request that has caught up compute its newest token and drafts after it; return the number of both."""
-        if request.num_drafts_out:
-            return 0  # its newest tokens are not known
-        token_ids, num_computed = request.token_ids, request.num_computed_tokens
+    def _look_up_drafts(self) -> dict[Request, list[int]]:
+        """Return the drafts that are worth a try in the next step; none for one that should wait for its newest ids."""
+        found: dict[Request, list[int]] = {}
         num_running = len(self.running)
-        room = min(self._lookup_step_tokens // num_running - 1, budget - num_running)
-        room = min(room, request.max_num_tokens - num_computed - 2)  # with the last token there is nothing to guess
-        drafts: list[int] = []
-        if room > 0:
-            if len(token_ids) == num_computed + 1:
-                drafts = lookup.propose(token_ids, room)
+        share = self._lookup_step_tokens // num_running - 1 if num_running else 0
+        for request in self.running if share > 0 else ():
+            lookup, token_ids, num_computed = request.lookup, request.token_ids, request.num_computed_tokens
+            room = min(share, request.max_num_tokens - num_computed - 2)  # with the last token there is none to guess
+            if lookup is None or room < 1 or not request.border or request.num_drafts_out:
+                continue
+            if len(token_ids) > num_computed:
+                if drafts := lookup.propose(token_ids, room):
+                    found[request] = drafts
             elif lookup.is_worth_waiting(token_ids):
-                return 0
+                found[request] = []
+        num_drafts = sum(len(drafts) or 1 for drafts in found.values())
+        is_cheap = num_running + num_drafts <= self._lookup_free_tokens
+        return found if is_cheap or 2 * num_drafts >= num_running else {}
+
+    def _schedule_with_drafts(self, request: Request, step: SchedulerOutput, rows: list[Request], budget: int) -> int:
+        """Let a request that has caught up compute its newest token and drafts after it; return the number of both."""
+        drafts = self._drafts.get(request)
+        if request.num_drafts_out or drafts == []:
+            return 0  # its newest tokens are not known
+        num_computed = request.num_computed_tokens
         if num_computed == len(request.block_ids) * self.kv.block_size and not self._append_block(request, step):
             return 0
-        if drafts:
-            self._add_drafts(request, drafts, step)
+        if drafts and budget > len(self.running):
+            self._add_drafts(request, drafts[: budget - len(self.running)], step)
         if request.is_rewound:
             request.is_rewound = False
             step.rewound_slots.append(request.slot)
@@ -367,8 +382,8 @@ class Scheduler:
         step_id = step.step_id
         rows = self._step_to_rows.pop(step_id)
         result = EngineCoreOutputs()
-        if output.failed:
-            self._fail_rows(step, rows, output.failed)
+        if output.failed or output.spoiled_slots:
+            self._fail_rows(step, rows, output)
         if output.logprobs or output.prompt_logprobs:
             forward_logprobs(step, rows, output, result)
         ended: list[Request] = []
@@ -436,9 +451,6 @@ class Scheduler:
             self._counters.num_proposed_drafts += len(drafts)
             self._counters.num_accepted_drafts += num_taken
             result.drafts[request.request_id] = (lookup.num_proposed, lookup.num_accepted)
-            if slot in output.spoiled_slots:
-                request.lookup = None
-                self._preempt_all([request] if is_running and request not in ended else [])
 
     def take_outputs(self) -> EngineCoreOutputs | None:
         """Return the ends of requests that no step has reported (refused, softly finished), ``None`` without any."""
@@ -462,12 +474,20 @@ class Scheduler:
             return []
         return [request]
 
-    def _fail_rows(self, step: SchedulerOutput, rows: list[Request], failed: dict[int, str]) -> None:
-        """End the requests whose rows have no valid result, and start those anew that read what they computed."""
+    def _fail_rows(self, step: SchedulerOutput, rows: list[Request], output: ModelRunnerOutput) -> None:
+        """End the requests whose rows have no valid result, and start those anew that read what they computed.
+
+        Those whose drafts may be the cause start anew too, and go on without.
+        """
         slot_to_request = dict(zip(step.slots, rows, strict=True))
         ended: list[Request] = []
         invalid: set[int] = set()
-        for slot, reason in failed.items():
+        for slot in output.spoiled_slots:
+            request = slot_to_request[slot]
+            invalid |= self.kv.invalidate(request, step.step_id)
+            if request.since_step <= step.step_id:
+                request.lookup = None
+        for slot, reason in output.failed.items():
             request = slot_to_request[slot]
             invalid |= self.kv.invalidate(request, step.step_id)
             if request.since_step <= step.step_id:
@@ -502,6 +522,7 @@ class Scheduler:
             request.status = RequestStatus.FINISHED
             request.since_step = NEVER
             del self.requests[request.request_id]
+            self._num_lookups -= request.looks_up
             self.parked.pop(request.request_id, None)
         if was_running:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]

@@ -70,4 +70,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: dict[int, LogprobRows] = {}
     failed: dict[int, str] = {}
     more_token_ids: dict[int, list[int]] = {}  # by slot, of rows with drafts: the tokens that follow the first one
-    spoiled_slots: list[int] = []  # rows with valid tokens whose KV blocks are not valid: a draft led to no number
+    spoiled_slots: list[int] = []  # rows whose drafts may have led to numbers that are none: to be computed without

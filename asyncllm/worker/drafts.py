@@ -34,8 +34,7 @@ class RowTokens(NamedTuple):
     row: int
     slot: int
     token_ids: list[int]  # empty: the row has no valid token
-    first: int  # its first draw among those of the step
-    is_spoiled: bool  # some draw, whether it counts or not, was from logits that are no numbers
+    is_finite: bool  # no draw was from logits that are no numbers; else nothing counts
     has_drafts: bool
 
 
@@ -63,10 +62,9 @@ def confirm(step: SchedulerOutput, rows: Int64, drawn: Int64, best: npt.NDArray[
         draws = slice(first, first + 1 + len(drafts))
         token_ids: list[int] = drawn[draws].tolist()
         count = 1 + next((nth for nth, draft in enumerate(drafts) if draft != token_ids[nth]), len(drafts))
-        finite = np.isfinite(best[draws])
-        if not finite.all():
-            # What a wrong draft led to is nobody's failure, and what a right one led to will be found again.
-            count = min(count, int(finite.argmin()))
-        is_spoiled = not (finite | (best[draws] == -np.inf)).all()
-        found.append(RowTokens(row, slot, token_ids[:count], first, is_spoiled, bool(drafts)))
+        nothing_left = best[draws] == -np.inf
+        is_finite = bool((np.isfinite(best[draws]) | nothing_left).all())
+        if nothing_left.any():  # where a wrong draft led to is nobody's failure; where a right one did is found again
+            count = min(count, int(nothing_left.argmax()))
+        found.append(RowTokens(row, slot, token_ids[: count if is_finite else 0], is_finite, bool(drafts)))
     return found

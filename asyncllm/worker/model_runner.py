@@ -152,16 +152,21 @@ class StepResult:
     ) -> None:
         assert draws.rows is not None
         output.token_ids = [-1] * len(self._step.slots)
+        not_finite: list[int] = []
         for found in confirm(self._step, draws.rows, drawn, best):
-            if found.token_ids:
-                output.token_ids[found.row] = found.token_ids[0]
-            else:
-                output.failed[found.slot] = NOTHING_LEFT if best[found.first] == -np.inf else NOT_FINITE
             if found.has_drafts:
                 output.more_token_ids[found.slot] = found.token_ids[1:]
-            if found.is_spoiled:
+            if not found.is_finite:
+                not_finite.append(found.slot)
+            if found.token_ids:
+                output.token_ids[found.row] = found.token_ids[0]
+            elif found.is_finite:
+                output.failed[found.slot] = NOTHING_LEFT
+            elif found.has_drafts:  # a wrong one may be the cause, also before its place: zero times NaN is NaN
                 output.spoiled_slots.append(found.slot)
-        self._runner.scrub(self._prepared, output.spoiled_slots)
+            else:
+                output.failed[found.slot] = NOT_FINITE
+        self._runner.scrub(self._prepared, not_finite)
 
     def _fill_logprobs(self, output: ModelRunnerOutput, metadata: SamplingMetadata, found: LogprobTensors) -> None:
         for slot, rows in zip(metadata.logprob_slots, found.to_rows(metadata.num_logprobs), strict=True):

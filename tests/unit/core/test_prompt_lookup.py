@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -42,8 +43,7 @@ def test_a_pattern_goes_on_beyond_the_end():
 def test_tokens_are_entered_as_they_come():
     lookup, tokens = eager(1), [1, 2, 3, 4]
     assert lookup.propose(tokens, 8) == []
-    for token in (1, 2):
-        tokens.append(token)
+    tokens += [1, 2]
     assert lookup.propose(tokens, 8) == [3]
     assert lookup.propose(tokens, 8) == [3]  # a step without room may ask again
     tokens += [3, 4]
@@ -90,7 +90,7 @@ def test_wrong_guesses_make_pauses_that_grow():
             asked_at.append(len(tokens))
             lookup.learn(1, 0, len(tokens) + 1)
         tokens.append(tokens[-9])
-    gaps = [after - before for before, after in zip(asked_at, asked_at[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(asked_at)]
     assert gaps[:6] == [2, 4, 8, 16, 32, 64]
     assert set(gaps[5:]) == {MAX_PAUSE + 1}
 
