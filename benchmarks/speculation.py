@@ -41,7 +41,7 @@ def prompt_of(task: str, stream: int) -> str:
     if task == "copy":
         paragraphs = [part for part in TEXT.read_text(encoding="utf-8").split("\n\n") if 500 < len(part) < 1200]
         paragraph = paragraphs[stream % len(paragraphs)]
-        return f"{paragraph}\n\n{paragraph}\n\n{paragraph[:60]}"
+        return f"{paragraph}\n\n" * 4 + paragraph[:60]
     if task == "edit":
         code = CODE.replace("rows", f"rows_{stream}")
         return CHAT.format(f"Rename the variable `values` to `cells` and write the whole code again:\n\n{code}")
