@@ -15,12 +15,13 @@ bin   := $(VENV)/bin
 pip   := $(bin)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install model gemma3 test test-setup sanitize lint types bench clean
+.PHONY: help demo install model gemma3 test test-setup sanitize prove lint types bench clean
 
 help:
 	@echo "make demo    install, fetch SmolLM2-135M-Instruct, and let it answer here (PROMPT='...')"
 	@echo "make test    install what the tests need and run them (ARGS='tests/unit -k ...')"
 	@echo "make sanitize  the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make prove   the GPU path on a GPU: right, and how fast; writes build/prove/prove.json"
 	@echo "make lint    ruff          make types   pyright, strict"
 	@echo "make bench   one JSON line per question of benchmarks/README.md"
 	@echo "make clean   remove $(VENV), .models and caches"
@@ -51,6 +52,12 @@ sanitize: test-setup
 	LD_PRELOAD=$(ASAN) ASAN_OPTIONS=detect_leaks=0 ASYNCLLM_TEST_KERNELS=$(SANITIZED) \
 	$(bin)/python -m pytest -q tests/unit/kernels --ignore tests/unit/kernels/test_build.py \
 	--ignore tests/unit/kernels/triton $(ARGS)
+
+# CUDA builds of torch bring their own triton: the extra gpu-test would ask for another one.
+prove: TORCH := torch
+prove: $(VENV)/.installed
+	$(pip) install --quiet "$(TORCH)" --editable ".[test]"
+	$(bin)/python -m tests.gpu.prove --out build/prove $(ARGS)
 
 lint: $(VENV)/.tested-with
 	$(bin)/ruff check .

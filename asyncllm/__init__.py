@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from asyncllm.config import EngineConfig
     from asyncllm.errors import (
         AsyncLLMError,
+        ChatTemplateError,
         CheckpointError,
         ConfigError,
         DuplicateRequestError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         EngineStartTimeoutError,
         InsufficientMemoryError,
         InvalidParameterError,
+        MissingDependencyError,
         ModelError,
         ModelNotFoundError,
         PromptTooLongError,
@@ -39,7 +41,18 @@ if TYPE_CHECKING:
     )
     from asyncllm.llm import LLM
     from asyncllm.llm_engine import LLMEngine, RequestOutput
-    from asyncllm.outputs import Completion, FinishReason, Logprob, TokenDelta, TokenLogprobs, Usage
+    from asyncllm.outputs import (
+        Channel,
+        Completion,
+        FinishReason,
+        InvalidToolCall,
+        Logprob,
+        TokenDelta,
+        TokenLogprobs,
+        ToolCall,
+        ToolCallDelta,
+        Usage,
+    )
     from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
     from asyncllm.token_stream import TokenStream
 
@@ -47,6 +60,8 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncLLMError",
+    "Channel",
+    "ChatTemplateError",
     "CheckpointError",
     "Completion",
     "ConfigError",
@@ -59,8 +74,10 @@ __all__ = [
     "FinishReason",
     "InsufficientMemoryError",
     "InvalidParameterError",
+    "InvalidToolCall",
     "LLMEngine",
     "Logprob",
+    "MissingDependencyError",
     "ModelError",
     "ModelNotFoundError",
     "PromptTooLongError",
@@ -73,6 +90,8 @@ __all__ = [
     "TokenDelta",
     "TokenLogprobs",
     "TokenStream",
+    "ToolCall",
+    "ToolCallDelta",
     "UnsupportedModelError",
     "Usage",
     "UsageError",
@@ -85,7 +104,18 @@ _MODULE_TO_NAMES = {
     "config": ("EngineConfig",),
     "llm": ("LLM",),
     "llm_engine": ("LLMEngine", "RequestOutput"),
-    "outputs": ("Completion", "FinishReason", "Logprob", "TokenDelta", "TokenLogprobs", "Usage"),
+    "outputs": (
+        "Channel",
+        "Completion",
+        "FinishReason",
+        "InvalidToolCall",
+        "Logprob",
+        "TokenDelta",
+        "TokenLogprobs",
+        "ToolCall",
+        "ToolCallDelta",
+        "Usage",
+    ),
     "sampling_params": ("RepetitionDetectionParams", "SamplingParams"),
     "token_stream": ("TokenStream",),
 }

@@ -18,19 +18,22 @@ import msgspec
 
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.config import EngineConfig
-from asyncllm.errors import AsyncLLMError
+from asyncllm.errors import AsyncLLMError, InvalidParameterError
 from asyncllm.kernels.selector import describe_kernels
 from asyncllm.llm_engine import LLMEngine
+from asyncllm.outputs import Channel
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from asyncllm.checkpoint import Checkpoint
-    from asyncllm.outputs import Completion, Usage
+    from asyncllm.config import CacheConfig
+    from asyncllm.outputs import Completion, TokenDelta, Usage
     from asyncllm.wire.messages import EngineInfo
 
 __all__ = ["main"]
 
+DIM, NORMAL = "\033[2m", "\033[0m"
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended, as shells count it."""
 
@@ -75,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = commands.add_parser("chat", parents=[common, sampling], help="talk to the model in this terminal")
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    chat.add_argument("--tools", metavar="FILE", help="JSON list of functions; you type in what a call returns")
     chat.set_defaults(command=_chat)
     generate = commands.add_parser("generate", parents=[common, sampling], help="continue a text")
     generate.add_argument("prompt", help="the text; - reads it from stdin")
@@ -91,27 +95,55 @@ def _parser() -> argparse.ArgumentParser:
 def _chat(options: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 # pyright: ignore[reportUnusedImport] - line editing for input()
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, Any]] = []
     if options.system:
         messages.append({"role": "system", "content": options.system})
+    tools = _read_tools(options.tools)
     with _start(options) as engine:
         _tell("Ctrl-C stops an answer; at the prompt it leaves.")
         while True:
             try:
-                question = input("> " if sys.stdin.isatty() else "")
+                asked = _ask(messages)
             except EOFError:
                 _tell("")
                 return 0
-            if not question.strip():
+            if not asked:
                 continue
-            messages.append({"role": "user", "content": question})
             try:
-                request_id = engine.add_chat_request(messages, **_sampling(options))
+                request_id = engine.add_chat_request([*messages, *asked], tools=tools, **_sampling(options))
             except AsyncLLMError as error:  # this question only: it may be too long
                 _tell(f"error: {error}")
-                messages.pop()
                 continue
-            messages.append({"role": "assistant", "content": _write(engine, request_id, options).text})
+            messages += [*asked, _write(engine, request_id, options).to_message()]
+
+
+def _read_tools(path: str | None) -> list[Any] | None:
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=list[Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidParameterError(
+            f"--tools {path!r} is no JSON list of tools: {error}", parameter="tools", value=path
+        ) from error
+
+
+def _ask(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the next messages as typed in: a question, or a result for each call that waits for one; none if empty.
+
+    :raises EOFError: the input is over.
+    """
+    calls: list[dict[str, Any]] = messages[-1].get("tool_calls", []) if messages else []
+    if not calls:
+        question = input("> " if sys.stdin.isatty() else "")
+        return [{"role": "user", "content": question}] if question.strip() else []
+    results: list[dict[str, Any]] = []
+    for call in calls:
+        name = call["function"]["name"]
+        content = input(f"{name} returns> " if sys.stdin.isatty() else "")
+        results.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
+    return results
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -151,7 +183,7 @@ def _info(options: argparse.Namespace) -> int:
                 "CUDA graphs": "off" if config.device.enforce_eager else "on a GPU",
                 "kernels": describe_kernels() + (f", quantization {quantization}" if quantization else ""),
                 "context": config.model.max_model_len or checkpoint.max_position,
-                "KV block": f"{config.cache.block_size or 'auto'} tokens, {config.cache.kv_cache_dtype}",
+                "KV block": f"{_tokens_per_block(config.cache)}, {config.cache.kv_cache_dtype}",
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
                 "steps overlap": _yes_no(config.scheduler.async_scheduling),
@@ -160,6 +192,10 @@ def _info(options: argparse.Namespace) -> int:
         )
         _tell("auto is decided when the engine starts: info --start tells what is taken, and why")
     return 0
+
+
+def _tokens_per_block(cache: CacheConfig) -> str:
+    return "as the attention backend wants" if cache.block_size is None else f"{cache.block_size} tokens"
 
 
 def _weights(checkpoint: Checkpoint) -> str:
@@ -269,7 +305,7 @@ def _write(engine: LLMEngine, request_id: str, options: argparse.Namespace) -> C
 def _write_step(engine: LLMEngine) -> Completion | None:
     for output in engine.step():
         for delta in output.deltas:
-            sys.stdout.write(delta.text)
+            _write_delta(delta)
         if output.completion is not None:
             sys.stdout.write("\n")
         sys.stdout.flush()
@@ -278,6 +314,27 @@ def _write_step(engine: LLMEngine) -> Completion | None:
         if output.completion is not None:
             return output.completion
     return None
+
+
+def _write_delta(delta: TokenDelta) -> None:
+    """Write content to stdout as it comes, a tool call once it is whole, reasoning to stderr and dimmed there."""
+    told = delta.tool_call
+    if delta.channel is Channel.CONTENT:
+        sys.stdout.write(delta.text)
+    elif delta.channel is Channel.REASONING:
+        sys.stdout.flush()
+        sys.stderr.write(f"{DIM}{delta.text}{NORMAL}" if sys.stderr.isatty() else delta.text)
+        sys.stderr.flush()
+    if told is not None and told.call is not None:
+        arguments = ", ".join(f"{name}={_json(value)}" for name, value in told.call.arguments.items())
+        sys.stdout.write(f"\n→ {told.call.name}({arguments})")
+    elif told is not None and told.invalid is not None:
+        sys.stdout.write(f"\n→ {told.invalid.text}")
+        _tell(f"a call that cannot be read: {told.invalid.error}")
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _speed(completion: Completion) -> str:

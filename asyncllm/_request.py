@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from asyncllm.config import EngineConfig
-from asyncllm.errors import ConfigError, InvalidParameterError, shown
+from asyncllm.errors import ConfigError, InvalidParameterError
+from asyncllm.frontend.chat import ChatOptions
 from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from asyncllm.frontend.input_processor import InputProcessor, ProcessedRequest
 
-__all__ = ["ChatRequest", "Message", "PromptRequest", "SamplingOptions", "make_config", "make_params"]
+__all__ = ["ChatOptions", "ChatRequest", "Message", "PromptRequest", "SamplingOptions", "make_config", "make_params"]
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "Hello"}``; what else it may hold depends on the model's chat template."""
@@ -45,6 +46,11 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     logprob_token_ids: list[int] | None
+    schema: Any
+    regex: str | None
+    choice: list[str] | None
+    grammar: str | None
+    json_object: bool
     truncate_prompt_tokens: int | None
     prompt_lookup_num_tokens: int | None
     detokenize: bool
@@ -85,41 +91,32 @@ class ChatRequest(_Request):
     """A request whose prompt is made of messages by the model's chat template."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: ChatOptions = field(default_factory=ChatOptions)
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
-        return inputs.is_long_chat(self.messages) or inputs.has_long_params(self.params)
+        return (
+            inputs.is_long_chat((self.messages, self.options.tools))
+            or inputs.has_long_params(self.params)
+            or not inputs.chat.is_ready(self.options)
+        )
 
     def process(self, inputs: InputProcessor, request_id: str | None) -> ProcessedRequest:
         """Return the engine requests.
 
         :raises RequestError: something is wrong with the request, or the template refuses the messages.
+        :raises UnsupportedModelError: the template is not valid jinja.
         """
-        prompt = inputs.render_chat(self.messages, tools=self.tools, **_checked_options(self.template_options))
+        prompt = inputs.chat.make_prompt(self.messages, self.options)
         return inputs.process(
-            prompt,
+            prompt.text,
             self.params,
             request_id=request_id,
             priority=self.priority,
             cache_salt=self.cache_salt,
             add_special_tokens=False,
+            output=prompt.output,
         )
-
-
-def _checked_options(options: Any) -> Mapping[str, Any]:
-    """Return the variables for a chat template if they are ones that it can be given."""
-    if not isinstance(options, Mapping) or not all(
-        isinstance(name, str) and name not in ("messages", "tools", "self")
-        for name in cast("Mapping[object, object]", options)
-    ):
-        raise InvalidParameterError(
-            f"template_options is {shown(cast('object', options))!r}; it must be a dict of variables of the chat "
-            "template by name, other than messages and tools",
-            parameter="template_options",
-        )
-    return cast("Mapping[str, Any]", options)
 
 
 def make_params(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:

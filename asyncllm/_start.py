@@ -41,7 +41,7 @@ def load_frontend(config: EngineConfig) -> tuple[InputProcessor, OutputProcessor
     checkpoint = open_checkpoint(config.model.model)
     tokenizer = load_tokenizer(config, checkpoint)
     inputs = InputProcessor(config, checkpoint, tokenizer)
-    inputs.prepare_chat()
+    inputs.chat.prepare()
     return inputs, OutputProcessor(tokenizer)
 
 

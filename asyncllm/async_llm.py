@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import anyio.to_thread
 
 from asyncllm._event_loop import current_event_loop
-from asyncllm._request import ChatRequest, PromptRequest, make_config, make_params
+from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._start import SharedStart
 from asyncllm.errors import ConfigError, DuplicateRequestError, UsageError
 from asyncllm.token_stream import StreamInbox, TokenStream
@@ -190,7 +190,13 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -198,16 +204,31 @@ class AsyncLLM:
     ) -> TokenStream:
         """Return the stream of tokens that answer ``messages``, dicts with ``role`` and ``content``.
 
-        The model's chat template makes the prompt of them, of ``tools``, and of ``template_options`` (variables that
-        the template knows). All else as for :meth:`stream`.
+        The model's chat template (or ``chat_template``: jinja text, or a name where the model has several) makes the
+        prompt of them, of ``tools`` (JSON schemas of functions), and of ``chat_template_kwargs``, variables that the
+        template knows. ``continue_final_message``: the model goes on with the last message, else it begins a new one.
+        ``tool_choice``: "auto", "none", "required", or the name of a tool. ``tool_parser`` and ``reasoning_parser``
+        replace the engine's options of these names. All else as for :meth:`stream`.
+
+        Each item says which ``channel`` it belongs to: content, reasoning, a tool call, or the markers between them.
+        The completion has ``content``, ``reasoning`` and ``tool_calls``, and as :meth:`Completion.to_message` it is
+        the next message of the chat.
 
         :raises RequestError: the request is refused: also where the model has no chat template, or it refuses the
-            messages.
+            messages (:class:`asyncllm.ChatTemplateError`).
         """
         request = ChatRequest(
             messages=messages,
-            tools=tools,
-            template_options={} if template_options is None else template_options,
+            options=ChatOptions(
+                tools=tools,
+                tool_choice=tool_choice,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                tool_parser=tool_parser,
+                reasoning_parser=reasoning_parser,
+            ),
             params=make_params(params, sampling),
             priority=priority,
             cache_salt=cache_salt,

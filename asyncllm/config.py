@@ -191,6 +191,10 @@ class FrontendConfig:
     """Seconds a closing engine gets before it is killed."""
     max_buffered_tokens: int = 4096
     """Tokens a stream may hold for a slow reader; past it the engine parks that request until the reader caught up."""
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = AUTO
+    """How ``chat`` finds tool calls. ``auto``: as the chat template writes them; ``none``: they are content."""
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = AUTO
+    """How ``chat`` finds reasoning. ``auto``: by the markers that the chat template has; ``none``: it is content."""
 
     def __post_init__(self) -> None:
         if not self.startup_timeout_s > 0:
@@ -198,6 +202,8 @@ class FrontendConfig:
         if not self.shutdown_timeout_s >= 0:
             _refuse("shutdown_timeout_s", self.shutdown_timeout_s, "zero or more")
         _at_least("max_buffered_tokens", self.max_buffered_tokens, 1)
+        _one_of("tool_parser", self.tool_parser, ("auto", "none", "hermes", "llama3_json", "mistral"))
+        _one_of("reasoning_parser", self.reasoning_parser, ("auto", "none", "think", "mistral"))
 
 
 @dataclass(frozen=True, kw_only=True)

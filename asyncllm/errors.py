@@ -9,10 +9,12 @@
     │   └── CheckpointError                    files that contradict each other or are damaged
     ├── RequestError (ValueError)              this request is refused before anything is sent; nothing else is harmed
     │   ├── InvalidParameterError              a sampling parameter or prompt is out of range
+    │   │   └── ChatTemplateError              the model's chat template refuses the messages, or fails on them
     │   ├── PromptTooLongError                 the prompt leaves no room for an output token
     │   ├── RequestTooLargeError               can never fit the KV blocks of this engine
     │   └── DuplicateRequestError              a live request has this id
     ├── RequestFailedError                     the engine accepted this request, then failed on it alone
+    ├── MissingDependencyError (ImportError)   this request needs an optional package that is not installed
     ├── UtilityError (RuntimeError)            a call into the engine (``collective_rpc`` …) failed there
     └── EngineError (RuntimeError)
         ├── EngineStartError                   the engine never became ready
@@ -33,6 +35,7 @@ import msgspec
 
 __all__ = [
     "AsyncLLMError",
+    "ChatTemplateError",
     "CheckpointError",
     "ConfigError",
     "DuplicateRequestError",
@@ -43,6 +46,7 @@ __all__ = [
     "ErrorInfo",
     "InsufficientMemoryError",
     "InvalidParameterError",
+    "MissingDependencyError",
     "ModelError",
     "ModelNotFoundError",
     "PromptTooLongError",
@@ -225,6 +229,13 @@ class InvalidParameterError(RequestError):
     """A sampling parameter or a prompt is of the wrong type or out of its range."""
 
 
+class ChatTemplateError(InvalidParameterError):
+    """The chat template refuses the messages; ``reason`` is what it says (``None``: it failed on them by accident)."""
+
+    fields = (*RequestError.fields, "reason")
+    reason: str | None
+
+
 class PromptTooLongError(RequestError):
     """The prompt leaves no room for a single output token within ``max_model_len``."""
 
@@ -241,6 +252,14 @@ class RequestFailedError(AsyncLLMError, RuntimeError):
     """The engine accepted this request and then failed on it alone; the engine and its other requests go on."""
 
     fields = ("request_id",)
+    request_id: str | None
+
+
+class MissingDependencyError(AsyncLLMError, ImportError):
+    """An optional package that this request needs is not installed; the message says how to install it."""
+
+    fields = ("package", "request_id")
+    package: str | None
     request_id: str | None
 
 

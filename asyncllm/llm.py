@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from asyncllm._request import ChatRequest, PromptRequest, make_config, make_params
+from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._sync_session import SyncSession
 from asyncllm.errors import EngineDeadError, InvalidParameterError, UsageError
 
@@ -138,16 +138,34 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         progress: bool | None = None,
         return_errors: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> list[Completion]:
-        """Return the answers to one conversation or several, in their order; all else as for :meth:`generate`."""
+        """Return the answers to one conversation or several, in their order.
+
+        The arguments of a chat are those of :meth:`asyncllm.AsyncLLM.chat`, all else is as for :meth:`generate`.
+        """
         many = _as_conversations(messages)
-        options: Mapping[str, Any] = {} if template_options is None else template_options
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+        )
         requests = [
-            ChatRequest(messages=one, params=given, tools=tools, template_options=options)
+            ChatRequest(messages=one, params=given, options=options)
             for one, given in zip(many, _as_params(params, sampling, len(many)), strict=True)
         ]
         return self._answer(requests, progress, return_errors)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from asyncllm._request import ChatRequest, PromptRequest, make_config, make_params
+from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._sync_session import SyncSession
 from asyncllm.errors import UsageError
 from asyncllm.outputs import Completion, TokenDelta, Usage
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Unpack
 
@@ -119,11 +119,40 @@ class LLMEngine:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> str:
-        """Send a request whose prompt the chat template makes of ``messages``; as :meth:`add_request`."""
-        return self._add(ChatRequest(messages=messages, params=make_params(params, sampling)), request_id)
+        """Send a request whose prompt the chat template makes of ``messages``, and return its id.
+
+        The arguments of a chat are those of :meth:`asyncllm.AsyncLLM.chat`, all else is as for :meth:`add_request`.
+        """
+        request = ChatRequest(
+            messages=messages,
+            options=ChatOptions(
+                tools=tools,
+                tool_choice=tool_choice,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                chat_template_kwargs=chat_template_kwargs,
+                tool_parser=tool_parser,
+                reasoning_parser=reasoning_parser,
+            ),
+            params=make_params(params, sampling),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return self._add(request, request_id)
 
     def _add(self, request: PromptRequest | ChatRequest, request_id: str | None) -> str:
         processed = request.process(self._session.inputs, request_id)

@@ -7,7 +7,7 @@ context) are checked by :class:`asyncllm.frontend.input_processor.InputProcessor
 from __future__ import annotations
 
 import math
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import msgspec
 
@@ -19,6 +19,8 @@ MAX_LOGPROBS = 64
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
+MAX_CHOICES = 10_000
+MAX_STRUCTURE_CHARS = 1 << 20
 MAX_PATTERN_SIZE = 256
 MAX_PATTERN_COUNT = 1024
 MAX_SAMPLES = 256
@@ -31,7 +33,10 @@ FLAGS = (
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
+    "json_object",
 )
+STRUCTURES = ("schema", "regex", "choice", "grammar", "json_object")
+"""The fields that say what the output as a whole has to match; a request has one of them at most."""
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,6 +116,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Report these tokens, at most 128, at each output position, in this order, as ``TokenLogprobs.requested``. As in
     vLLM: exactly these beside the chosen one, and alone it needs no ``logprobs``. With ``logprobs`` the most likely
     ones are reported too (where vLLM would have them replaced)."""
+    schema: Any = None
+    """The output is JSON that fits this: a JSON schema (a dict, or its text), or a type (a pydantic model or
+    ``TypeAdapter``, a msgspec Struct, a dataclass, a ``TypedDict``, ``list[int]`` …). ``Completion.parsed`` then holds
+    the object. The JSON stands on one line, with properties in the schema's order."""
+    regex: str | None = None
+    """The whole output matches this regular expression (syntax of Rust's ``regex`` crate: no look-around)."""
+    choice: list[str] | None = None
+    """The output is one of these texts, at most 10,000."""
+    grammar: str | None = None
+    """The output follows this grammar, in Lark's notation or GBNF."""
+    json_object: bool = False
+    """The output is some JSON object."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last so many tokens of the prompt, special ones at its front counted like any other; -1: as many as
     leave ``max_tokens`` (``None``: one token) of the context free."""
@@ -118,7 +135,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Guess up to so many next tokens in each step by looking up what followed the last ones earlier in prompt and
     output, and let the model check them together; 0 … 32, 0 guesses nothing, 8 is a good number. The output is the same
     to the token; it comes faster where it repeats something (quotes, edits, extracts), and costs nothing to speak of
-    where it does not: after wrong guesses there are fewer. ``None``: the engine's option of this name."""
+    where it does not: after wrong guesses there are fewer. Without effect where the output has to match a grammar.
+    ``None``: the engine's option of this name."""
     detokenize: bool = True
     """``False``: deltas carry ids only and empty text; stop strings need it on."""
     skip_special_tokens: bool = True
@@ -155,6 +173,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("repetition_detection", watched, "RepetitionDetectionParams")
         self._check_stop()
         self._check_ids()
+        self._check_structure()
         if self.bad_words is not None:
             self._check_bad_words(self.bad_words)
 
@@ -200,6 +219,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _integer("logit_bias", token_id, 0, MAX_ID)
                 _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
+    @property
+    def structure(self) -> str | None:
+        """Return which field says what the output has to match, ``None`` if none does."""
+        for name in STRUCTURES:
+            if getattr(self, name) not in (None, False):
+                return name
+        return None
+
+    def _check_structure(self) -> None:
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        if not given:
+            return
+        if len(given) > 1:
+            _refuse(given[1], getattr(self, given[1]), f"absent beside {given[0]}: one of {', '.join(STRUCTURES)}")
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None:
+                _text(name, getattr(self, name))
+        schema = self.schema
+        if isinstance(schema, str):
+            _text("schema", schema)
+        elif isinstance(schema, (bool, int, float, bytes, list, tuple, set)):
+            _refuse("schema", cast("object", schema), "a JSON schema, as a dict or text, or a type")
+        choice = cast("object", self.choice)
+        if choice is None:
+            return
+        texts = cast("list[object]", choice)
+        if not isinstance(choice, (list, tuple)) or not 0 < len(texts) <= MAX_CHOICES:
+            _refuse("choice", texts, f"a list of 1 … {MAX_CHOICES} texts")
+        for text in texts:
+            _text("choice", text)
+
     def _check_bad_words(self, words: object) -> None:
         if not isinstance(words, (list, tuple)):
             _refuse("bad_words", words, "a list of strings")
@@ -218,6 +268,13 @@ def _refuse(parameter: str, value: object, limit: str) -> NoReturn:
     raise InvalidParameterError(
         f"{parameter} is {value!r}; it must be {limit}", parameter=parameter, value=value, limit=limit
     )
+
+
+def _text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_STRUCTURE_CHARS:
+        _refuse(name, value, f"a text of 1 … {MAX_STRUCTURE_CHARS} characters")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        _refuse(name, value, "text that UTF-8 can hold")
 
 
 def _integer(name: str, value: object, low: int, high: int | None, *, optional: bool = False, also: str = "") -> None:

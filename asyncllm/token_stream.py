@@ -359,6 +359,9 @@ class TokenStream:
         return f"<TokenStream {self.request_id!r} {state}>"
 
 
+_NOT_ALL = "the stream was cancelled before all of it was delivered"
+
+
 def _fresh(error: BaseException) -> BaseException:
     return error.fresh() if isinstance(error, AsyncLLMError) else error
 
@@ -366,6 +369,8 @@ def _fresh(error: BaseException) -> BaseException:
 def _without(completion: Completion, undelivered: Iterable[TokenDelta]) -> Completion:
     """Return ``completion`` up to the last item that was delivered."""
     missing = [delta for delta in undelivered if delta.index == completion.index]
+    if not missing:
+        return completion
     num_chars = sum(len(delta.text) for delta in missing)
     num_ids = sum(len(delta.token_ids) for delta in missing)
     return msgspec.structs.replace(
@@ -373,6 +378,28 @@ def _without(completion: Completion, undelivered: Iterable[TokenDelta]) -> Compl
         text=completion.text[: len(completion.text) - num_chars],
         token_ids=completion.token_ids[: len(completion.token_ids) - num_ids],
         logprobs=None if completion.logprobs is None else completion.logprobs[: len(completion.logprobs) - num_ids],
-        finish_reason=FinishReason.ABORT if missing else completion.finish_reason,
-        stop_reason=None if missing else completion.stop_reason,
+        finish_reason=FinishReason.ABORT,
+        stop_reason=None,
+        content=completion.content[: len(completion.content) - sum(len(delta.content) for delta in missing)],
+        reasoning=_reasoning_without(completion.reasoning, missing),
+        tool_calls=completion.tool_calls[: len(completion.tool_calls) - sum(map(_ends_call, missing))],
+        invalid_tool_calls=completion.invalid_tool_calls[
+            : len(completion.invalid_tool_calls) - sum(map(_ends_invalid_call, missing))
+        ],
+        parsed=None,
+        parse_error=_NOT_ALL if completion.parsed is not None else completion.parse_error,
     )
+
+
+def _reasoning_without(reasoning: str | None, missing: Iterable[TokenDelta]) -> str | None:
+    if reasoning is None:
+        return None
+    return reasoning[: len(reasoning) - sum(len(delta.reasoning) for delta in missing)] or None
+
+
+def _ends_call(delta: TokenDelta) -> bool:
+    return delta.tool_call is not None and delta.tool_call.call is not None
+
+
+def _ends_invalid_call(delta: TokenDelta) -> bool:
+    return delta.tool_call is not None and delta.tool_call.invalid is not None

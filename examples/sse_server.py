@@ -35,7 +35,8 @@ async def chat(request: Request) -> Response:
     async def events() -> AsyncIterator[str]:
         async with stream:  # a client that goes away cancels this task, and leaving the block aborts the request
             async for token in stream:
-                yield f"data: {json.dumps({'text': token.text, 'finish_reason': token.finish_reason})}\n\n"
+                event = {"channel": token.channel, "text": token.text, "finish_reason": token.finish_reason}
+                yield f"data: {json.dumps(event)}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
 

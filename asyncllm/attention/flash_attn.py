@@ -11,6 +11,7 @@ Padding rows are of length 0, of which the packages read nothing.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from asyncllm.kernels.fused import HeadNorms, Rotation
 
 __all__ = ["FlashAttention", "FlashPlan"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -61,11 +64,12 @@ class FlashAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
+        self._fused = fused_kernels(spec.device)
         chosen, reason = choose_package(spec)
         assert chosen is not None, reason
+        logger.info("attention by %s, KV blocks of %d tokens", chosen.name, spec.block_size)
         self._package_class = chosen
         self._package: Package | None = None
-        self._fused = fused_kernels(spec.device)
         self._kv_write = _triton_kv_write(spec.device)
 
     @classmethod
@@ -176,7 +180,7 @@ class FlashAttention(AttentionBackend):
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Return the query heads normalised and rotated, and store keys and values, in one launch where triton is."""
-        return self._fused.rotate_and_write(heads, rotation, cache, plan.batch.slot_mapping, norms)
+        return self._fused.rotate_and_write(heads, rotation, cache, plan.kv_slots, norms)
 
     def forward(
         self, query: torch.Tensor, cache: torch.Tensor, plan: FlashPlan, *, scale: float, window: int | None = None

@@ -64,7 +64,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(spec)
         from asyncllm.kernels.triton import paged_attention as kernels
 
-        self.kernels = kernels
+        self._kernels = kernels
         self._fused = fused_kernels(spec.device)
         self._group = spec.num_heads // spec.num_kv_heads
         self._small: Tile
@@ -119,6 +119,7 @@ class TritonAttention(AttentionBackend):
         if self._work is None or self._work.num_slots != work.num_slots:
             self.scratch = None
         self._work = work
+        self._windows.clear()  # the kernels are compiled for its sizes
         return work.fields()
 
     def scratch_bytes(self, limits: StepLimits) -> int:
@@ -144,7 +145,7 @@ class TritonAttention(AttentionBackend):
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, plan: TritonPlan) -> None:
         """Store ``key`` and ``value`` [T, KV, D] at the step's slots."""
-        self.kernels.kv_write(side_by_side(key), side_by_side(value), cache, plan.batch.slot_mapping)
+        self._kernels.kv_write(side_by_side(key), side_by_side(value), cache, plan.batch.slot_mapping)
 
     def rotate_and_write(
         self,
@@ -168,7 +169,7 @@ class TritonAttention(AttentionBackend):
         is_new = window not in self._windows  # once, also what this step needs not: no later one waits for a compiler
         self._windows.add(window)
         batch, fields = plan.batch, plan.batch.fields
-        self.kernels.paged_attention(
+        self._kernels.paged_attention(
             out,
             query,
             cache,

@@ -84,8 +84,8 @@ class InprocClient(SyncEngineCoreClient):
         core = self._alive()
         if self._kept:
             return self._kept.popleft()
-        while (outputs := self._guard(core.step)) is not None:
-            if outputs.request_ids or outputs.finished or outputs.prompt_logprobs:
+        while (outputs := self._guard(core.step)) is not None or core.wait_for_grammar():
+            if outputs is not None and (outputs.request_ids or outputs.finished or outputs.prompt_logprobs):
                 return outputs
         return EngineCoreOutputs()
 
@@ -111,6 +111,8 @@ class InprocClient(SyncEngineCoreClient):
         """Run the engine until a deferred answer is there; outputs are kept for :meth:`get_output`."""
         while not answer.done():
             outputs = self._guard(core.step)
+            if outputs is None and core.wait_for_grammar():
+                continue
             if outputs is None:
                 raise UtilityError(f"{method!r} waits for requests that are paused, parked or asleep", method=method)
             self._kept.append(outputs)

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from asyncllm.config import EngineConfig
-    from asyncllm.wire.step import SchedulerOutput
+    from asyncllm.structured.compiler import GrammarCompiler
+    from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 
 __all__ = ["UTILITIES", "EngineCore", "SchedulerInput"]
 
@@ -66,15 +67,29 @@ UTILITIES = frozenset(
 """The methods of :class:`EngineCore` that the front end may call by name."""
 
 
+class _FailedStep:
+    """A step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        """Raise why."""
+        raise self._error
+
+
 class EngineCore:
     """A started engine.
+
+    ``wake`` is called, on any thread, when :meth:`step` has something to do again without a new message.
 
     :raises ModelError: the checkpoint cannot be used.
     :raises InsufficientMemoryError: one request of ``max_model_len`` does not fit.
     :raises Exception: whatever else the executor raised; it is shut down then.
     """
 
-    def __init__(self, config: EngineConfig, report: ReportProgress) -> None:
+    def __init__(self, config: EngineConfig, report: ReportProgress, wake: Callable[[], None] | None = None) -> None:
+        self.config = config
         self.executor = Executor.get_class(config)(config, report)
         try:
             found = self.executor.start()
@@ -98,6 +113,8 @@ class EngineCore:
         self._settled: deque[EngineCoreOutputs] = deque()  # of steps that a utility had to end
         self._refused: list[FinishedRequest] = []
         self._drains: list[Future[None]] = []
+        self._grammars: GrammarCompiler | None = None  # from the first request on that has one
+        self._wake = wake
         self._pauses: list[Future[None]] = []
 
     # -------------------------------------------------------------------------------------------- requests and steps
@@ -110,6 +127,8 @@ class EngineCore:
             try:
                 self.scheduler.add_request(message)
                 self.clock.add(message.request_id)
+                if message.sampling.grammar is not None and message.request_id in self.scheduler.requests:
+                    self._compile(message)
             except Exception as error:  # whatever it is, only this request is wrong
                 row = FinishedRequest(message.request_id, EngineFinishReason.ERROR, error=describe_error(error))
                 self._refused.append(row)
@@ -120,6 +139,21 @@ class EngineCore:
             self.scheduler.finish_requests(message.request_ids)
         else:
             self.scheduler.park_requests(message.request_ids, message.parked)
+
+    def _compile(self, message: EngineCoreRequest) -> None:
+        """Have the grammar of a request compiled on a thread; the request waits in the scheduler."""
+        if self._grammars is None:
+            from asyncllm.structured.compiler import GrammarCompiler
+
+            info = self.info
+            self._grammars = GrammarCompiler(
+                self.config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids, on_ready=self._wake
+            )
+        self._grammars.submit(message)
+
+    def wait_for_grammar(self) -> bool:
+        """Block until a grammar that requests wait for is compiled; ``False`` at once if there is none."""
+        return self._grammars is not None and self._grammars.wait()
 
     def step(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs | None:
         """Launch steps, end the oldest and return what it produced (possibly nothing yet).
@@ -132,10 +166,13 @@ class EngineCore:
         """
         if self._settled:
             return self._settled.popleft()
+        if self._grammars is not None and self._grammars.has_ready:
+            for request_id, matcher in self._grammars.take():
+                self.scheduler.set_grammar(request_id, matcher)
         while len(self._steps_out) < self.max_steps_out and (scheduled := self.scheduler.schedule()) is not None:
             if scheduled.new_requests:
                 self.clock.schedule(scheduled.new_requests)
-            self._steps_out.append((scheduled, self.executor.execute_model(scheduled)))
+            self._steps_out.append((scheduled, self._launch(scheduled)))
         outputs = self._end_oldest(take_inputs) if self._steps_out else self.scheduler.take_outputs()
         if outputs is not None:
             self.clock.stamp(outputs)
@@ -148,6 +185,14 @@ class EngineCore:
             if not self.scheduler.has_unfinished():
                 self._answer_all(self._drains)
         return outputs
+
+    def _launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Launch a step; a failure is told in its turn, after what the steps that are out still produce."""
+        try:
+            return self.executor.execute_model(scheduled)
+        except Exception as error:
+            self.max_steps_out = 0  # nothing is launched after it
+            return _FailedStep(error)
 
     def _end_oldest(self, take_inputs: Callable[[], None] | None = None) -> EngineCoreOutputs:
         scheduled, pending = self._steps_out[0]
@@ -166,7 +211,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Return whether :meth:`step` has something to do now."""
-        return bool(self._refused or self._steps_out or self._settled) or self.scheduler.has_work()
+        has_grammar = self._grammars is not None and self._grammars.has_ready
+        return bool(self._refused or self._steps_out or self._settled or has_grammar) or self.scheduler.has_work()
 
     def shutdown(self) -> None:
         """End the executor, after the steps that are out. Idempotent."""
@@ -177,6 +223,8 @@ class EngineCore:
         while self._steps_out:
             with contextlib.suppress(Exception):  # nobody waits for it any more
                 self._steps_out.popleft()[1].result()
+        if self._grammars is not None:
+            self._grammars.shutdown()
         self.executor.shutdown()
 
     # --------------------------------------------------------------------------------------------------- utilities

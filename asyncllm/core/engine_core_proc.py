@@ -136,7 +136,7 @@ class EngineCoreProc:
         if config.device.share_cores:
             give_way()
         started = time.monotonic()
-        core = EngineCore(config, self._report)
+        core = EngineCore(config, self._report, self._wake)
         seconds = {**core.info.phase_to_seconds, "engine": time.monotonic() - started}
         self._raise_if_stopped()
         self._send(EngineReady(msgspec.structs.replace(core.info, phase_to_seconds=seconds)))

@@ -8,7 +8,8 @@ Not here: text, sampling state, anything of the worker. Plain mutable state, own
        └────────── abort, finish ───────┴──────── abort, finish ────────► FINISHED
 
 ``parked`` is a flag beside it: a parked request keeps its status, and a running one its slot and blocks, but it is out
-of the queue and of all steps until it is unparked.
+of the queue and of all steps until it is unparked. ``waits_for_grammar`` is another: until the grammar is compiled, the
+request is WAITING but in no queue.
 
     0                  num_prompt_tokens      len(token_ids)    num_tokens
     ├──────── prompt ──────────┼────── output ──────┼─ on its way ──┤
@@ -17,7 +18,8 @@ of the queue and of all steps until it is unparked.
 
 A token is *on its way* once the step that draws it is scheduled: the worker has it before its id is known here, so the
 next step can compute with it. Invariant: ``0 <= num_computed_tokens < num_tokens``; a request that has caught up is
-exactly one token behind. Drafts (:mod:`asyncllm.wire.step`) are none of its tokens, and not computed, before the step
+exactly one token behind. One that *needs its token* is never computed with a token on its way: what may follow it is
+known only once its id is. Drafts (:mod:`asyncllm.wire.step`) are none of its tokens, and not computed, before the step
 that tries them has ended; until then ``num_drafts_out`` keeps it out of steps.
 """
 
@@ -27,6 +29,8 @@ import enum
 import sys
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from asyncllm.core.prompt_lookup import PromptLookup
 from asyncllm.core.repetition import RepetitionWatch
 from asyncllm.errors import InvalidParameterError, PromptTooLongError, RequestError, RequestTooLargeError
@@ -34,6 +38,7 @@ from asyncllm.wire.step import NewRequest
 
 if TYPE_CHECKING:
     from asyncllm.core.block_hash import BlockKey, ExtraKeys
+    from asyncllm.structured.matcher import Matcher
     from asyncllm.wire.messages import EngineCoreRequest
 
 __all__ = ["NEVER", "Request", "RequestStatus", "why_refused"]
@@ -67,6 +72,7 @@ class Request:
         "extra_keys",
         "is_rewound",
         "lookup",
+        "matcher",
         "max_num_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
@@ -88,6 +94,7 @@ class Request:
         "stop_token_ids",
         "token_ids",
         "urgency",
+        "waits_for_grammar",
     )
 
     def __init__(
@@ -113,8 +120,10 @@ class Request:
         self.stop_token_ids = eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
         watched = None if sampling.rare is None else sampling.rare.repetition
         self.repetition = None if watched is None else RepetitionWatch(*watched, start=self.num_prompt_tokens)
-        self.check_from = self.max_num_tokens if watched is None else 0
-        num_drafts = 0 if sampling.rare is None else sampling.rare.num_lookup_tokens
+        self.waits_for_grammar = sampling.grammar is not None
+        self.matcher: Matcher | None = None  # where the known output stands in the grammar; outlives preemptions
+        self.check_from = self.max_num_tokens if watched is None and not self.waits_for_grammar else 0
+        num_drafts = 0 if sampling.rare is None or self.waits_for_grammar else sampling.rare.num_lookup_tokens
         self.lookup = PromptLookup(num_drafts) if num_drafts else None
         self.num_drafts_out = 0  # in a step whose result is not known
         self.is_rewound = False  # fewer tokens count as computed than the worker believes
@@ -152,17 +161,31 @@ class Request:
         """Return the number of generated tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def needs_its_token(self) -> bool:
+        """Return whether no step may compute with a token of it before the id is known."""
+        return self.matcher is not None
+
+    @property
+    def is_queued(self) -> bool:
+        """Return whether the request stands in the queue while it is WAITING."""
+        return not (self.parked or self.waits_for_grammar)
+
     def set_border(self, num_tokens: int) -> None:
         """Let steps only count on below so many computed tokens, for which there are blocks.
 
-        With a lookup no step only counts on.
+        With a grammar or a lookup no step only counts on.
         """
-        if self.lookup is not None:
-            num_tokens = 1
+        if self.matcher is not None or self.lookup is not None:
+            self.border = 1  # it is looked at in every step
+            return
         self.border = num_tokens if num_tokens < self.max_num_tokens else self.max_num_tokens - 1
 
     def to_worker(self) -> NewRequest:
         """Return what the worker has to know of a request that was just admitted; it shares nothing with this."""
+        sampling = self.sampling
+        if sampling.rare is not None and sampling.rare.grammar is not None:  # a text as long as the caller likes
+            sampling = replace(sampling, rare=replace(sampling.rare, grammar=None))
         return NewRequest(
             self.slot,
             self.request_id,
@@ -170,7 +193,7 @@ class Request:
             self.num_prompt_tokens,
             self.num_computed_tokens,
             self.block_ids.copy(),
-            self.sampling,
+            sampling,
         )
 
     def __repr__(self) -> str:

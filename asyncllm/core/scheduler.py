@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from asyncllm.config import EngineConfig
+    from asyncllm.structured.matcher import Matcher
 
 __all__ = ["Scheduler"]
 
@@ -101,6 +102,7 @@ class Scheduler:
         self._freed_slots: list[int] = []  # since the last step; the worker does not know yet
         self._step_id = 0
         self._num_arrivals = 0
+        self._num_matchers = 0  # of live requests
         self._step_to_rows: dict[int, list[Request]] = {}  # steps that are out: who stands behind each row
         self._finished: list[FinishedRequest] = []  # not yet reported
         self._prefix_hits: dict[int, int] = {}  # cached tokens by request id; not yet reported
@@ -131,7 +133,23 @@ class Scheduler:
         )
         self.requests[request_id] = request
         self._num_lookups += request.looks_up
-        self.waiting.add(request)
+        if request.is_queued:
+            self.waiting.add(request)
+
+    def set_grammar(self, request_id: int, matcher: Matcher | AsyncLLMError) -> None:
+        """Let a request go on that waited for its grammar, or end it with the error; an unknown id is ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        if isinstance(matcher, AsyncLLMError):
+            self._report(request, EngineFinishReason.ERROR, error=_describe(matcher))
+            self._end_all([request])
+            return
+        request.matcher = matcher
+        request.waits_for_grammar = False
+        self._num_matchers += 1
+        if request.is_queued:
+            self.waiting.add(request)
 
     def abort_requests(self, request_ids: Iterable[int]) -> None:
         """Drop requests and free what they hold at once; unknown ids are ignored, nothing is answered."""
@@ -156,10 +174,13 @@ class Scheduler:
             is_running = request.status is RequestStatus.RUNNING
             if parked:
                 self.parked[request.request_id] = request
-                (self.running if is_running else self.waiting).remove(request)
+            else:
+                del self.parked[request.request_id]
+            if request.waits_for_grammar:
                 continue
-            del self.parked[request.request_id]
-            if is_running:
+            if parked:
+                (self.running if is_running else self.waiting).remove(request)
+            elif is_running:
                 insort(self.running, request, key=_urgency)
             else:
                 self.waiting.add(request)
@@ -182,6 +203,8 @@ class Scheduler:
             return None
         step.total_num_tokens = self._max_num_batched_tokens - budget
         step.freed_slots, self._freed_slots = self._freed_slots, []
+        if self._num_matchers:
+            step.masks = _masks(rows)
         self._step_to_rows[self._step_id] = rows
         self._step_id += 1
         self._counters.num_steps += 1
@@ -215,7 +238,10 @@ class Scheduler:
                 if request.lookup is not None:
                     budget -= self._schedule_with_drafts(request, step, rows, budget)
                     continue
-                if not self._append_block(request, step):
+                if request.needs_its_token and num_computed == len(request.token_ids):
+                    continue
+                is_full = num_computed == len(request.block_ids) * self.kv.block_size
+                if is_full and not self._append_block(request, step):
                     continue  # it waits for a block, or made room itself
             request.num_computed_tokens = num_computed + 1  # what was drawn last
             add_slot(request.slot)
@@ -463,6 +489,8 @@ class Scheduler:
         """Report the end of a request that its newest token completes, and return it; nothing before ``min_tokens``."""
         sampling, watch = request.sampling, request.repetition
         repeats = watch is not None and watch.repeats(request.token_ids)
+        if request.matcher is not None and self._report_if_complete(request, request.matcher, token_id):
+            return [request]
         if token_id in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
             is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
             self._report(request, EngineFinishReason.STOP, None if is_eos else token_id)
@@ -473,6 +501,26 @@ class Scheduler:
         else:
             return []
         return [request]
+
+    def _report_if_complete(self, request: Request, matcher: Matcher, token_id: int) -> bool:
+        """Follow the newest token in the grammar; report the end if nothing may come after it, whatever ``min_tokens``.
+
+        A stop token ends the request by itself and is not followed.
+        """
+        if token_id in request.stop_token_ids:
+            return False
+        if token_id in self._eos_token_ids:  # though the caller ignores it: nothing else may come
+            self._report(request, EngineFinishReason.STOP)
+            return True
+        try:
+            if not matcher.follow(token_id, request.max_num_tokens - len(request.token_ids)):
+                return False
+        except AsyncLLMError as error:
+            self._report(request, EngineFinishReason.ERROR, error=_describe(error))
+        else:
+            is_cut = matcher.is_shortened
+            self._report(request, EngineFinishReason.LENGTH if is_cut else EngineFinishReason.COMPLETE)
+        return True
 
     def _fail_rows(self, step: SchedulerOutput, rows: list[Request], output: ModelRunnerOutput) -> None:
         """End the requests whose rows have no valid result, and start those anew that read what they computed.
@@ -517,8 +565,11 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 was_running = True
                 self._release(request)
-            elif not request.parked:
+            elif request.is_queued:
                 self.waiting.remove(request)
+            if request.matcher is not None:
+                request.matcher = None
+                self._num_matchers -= 1
             request.status = RequestStatus.FINISHED
             request.since_step = NEVER
             del self.requests[request.request_id]
@@ -592,7 +643,8 @@ class Scheduler:
         seated = [request for request in self.requests.values() if request.status is RequestStatus.RUNNING]
         assert self.running == sorted((r for r in seated if not r.parked), key=_urgency), "the running are out of order"
         waiting = [request for request in self.requests.values() if request.status is RequestStatus.WAITING]
-        queue = sorted((r for r in waiting if not r.parked), key=_urgency)
+        queue = sorted((r for r in waiting if r.is_queued), key=_urgency)
+        assert self._num_matchers == sum(request.matcher is not None for request in self.requests.values())
         assert (list(self.waiting), len(self.waiting)) == (queue, len(queue)), "the queue differs"
         assert len(seated) + len(waiting) == len(self.requests), "a finished request is still known"
         assert self.parked == {r.request_id: r for r in self.requests.values() if r.parked}
@@ -604,6 +656,15 @@ class Scheduler:
             assert 0 <= request.num_tokens - len(request.token_ids) <= num_out
             assert request.num_computed_tokens < request.num_tokens <= request.max_num_tokens
             assert bool(request.block_ids) == (request.status is RequestStatus.RUNNING)
+
+
+def _masks(rows: Sequence[Request]) -> dict[int, bytes]:
+    """Return the masks of those ``rows`` of a step that draw a token under a grammar, by slot."""
+    return {
+        request.slot: request.matcher.mask
+        for request in rows
+        if request.matcher is not None and request.num_computed_tokens == len(request.token_ids)
+    }
 
 
 def _describe(error: AsyncLLMError) -> ErrorInfo:

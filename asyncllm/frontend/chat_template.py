@@ -1,7 +1,8 @@
 """Chat messages to prompt text, as Hugging Face's ``apply_chat_template`` renders it.
 
 A template comes with a model, so it is code of a stranger: it runs in jinja2's immutable sandbox, and sees plain data
-only.
+only. Where a template could not read what OpenAI's clients send (contents as parts, arguments as JSON text), it gets
+what it can read; what transformers would render is rendered the same, byte for byte.
 
 Source: the ``chat_template`` contract of transformers (trimmed blocks, ``loopcontrols``, ``raise_exception``,
 ``strftime_now``, ``tojson`` without HTML escapes, ``{% generation %}`` blocks, which mean nothing here).
@@ -13,15 +14,12 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from asyncllm.errors import InvalidParameterError, UnsupportedModelError, shown
+from asyncllm.errors import ChatTemplateError, InvalidParameterError, UnsupportedModelError, shown
+from asyncllm.frontend.template_compiler import CompiledTemplate, TemplateRefusal, compile_template
 
 if TYPE_CHECKING:
-    import jinja2
-    from jinja2.parser import Parser
-
     from asyncllm.checkpoint import Checkpoint
 
 __all__ = ["ChatTemplate"]
@@ -33,6 +31,8 @@ NO_TEMPLATE = (
     "the model {model!r} has no chat template. Give `chat_template=` its jinja text, or make the prompt "
     "yourself and use generate() or stream()"
 )
+MAX_COMPILED = 32
+"""Templates kept compiled: the model's own, and those that requests bring along."""
 
 
 class ChatTemplate:
@@ -51,7 +51,7 @@ class ChatTemplate:
         self._name_to_source: dict[str, str] = {**(named or {})}
         if source is not None:
             self._name_to_source["default"] = source
-        self._name_to_template: dict[str, jinja2.Template] = {}
+        self._source_to_compiled: dict[str, CompiledTemplate] = {}
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, override: str | None = None) -> ChatTemplate:
@@ -63,10 +63,31 @@ class ChatTemplate:
         return cls(source, special_tokens=special, model=checkpoint.source, named=named)
 
     def prepare(self) -> None:
-        """Compile the default template, so that rendering takes microseconds; the first chat tells what is wrong."""
-        if "default" in self._name_to_source:
+        """Compile the model's templates, so that rendering takes microseconds; the first chat tells what is wrong."""
+        for source in self._name_to_source.values():
             with contextlib.suppress(UnsupportedModelError):
-                self._template("default")
+                self._compiled(source)
+
+    def source(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
+        """Return the text of the template that a request uses: ``chat_template``, which may be a name, or the model's.
+
+        :raises InvalidParameterError: there is none.
+        """
+        if chat_template is not None:
+            return self._name_to_source.get(chat_template, chat_template)
+        name = "tool_use" if has_tools and "tool_use" in self._name_to_source else "default"
+        source = self._name_to_source.get(name)
+        if source is None:
+            names = [name for name in sorted(self._name_to_source) if name != "tool_use"]
+            hint = f". It has templates named {', '.join(map(repr, names))}" if names else ""
+            raise InvalidParameterError(
+                NO_TEMPLATE.format(model=self._model) + hint, parameter="messages", limit="a model with a chat template"
+            )
+        return source
+
+    def is_compiled(self, source: str) -> bool:
+        """Return whether the template is ready; compiling one takes some milliseconds."""
+        return source in self._source_to_compiled
 
     def render(
         self,
@@ -75,15 +96,18 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         **variables: Any,
     ) -> str:
         """Return the prompt text for ``messages``; ``variables`` are given to the template as they are.
 
         A message is a mapping (or dataclass, or pydantic model) with ``role`` and ``content``: a text, or a list of
-        parts. Parts that are all ``{"type": "text", "text": …}`` are joined, since most templates expect a text.
+        parts. Parts that are all ``{"type": "text", "text": …}`` are joined for a template that expects a text, and
+        arguments of tool calls that are JSON text become objects for one that expects those.
         ``continue_final_message`` ends the prompt inside the last message, so that the model goes on with it.
 
-        :raises InvalidParameterError: messages are malformed, the template refuses them, or there is no template.
+        :raises InvalidParameterError: messages are malformed, or there is no template.
+        :raises ChatTemplateError: the template refuses them, in its own words (``reason``), or fails on them.
         :raises UnsupportedModelError: the template is not valid jinja.
         """
         try:
@@ -91,32 +115,40 @@ class ChatTemplate:
             values = {"documents": None, **self._special_tokens, **cast("dict[str, Any]", _plain(variables))}
         except RecursionError:
             _refuse("messages", messages, "nested less deeply, with no list or dict inside itself")
+        compiled = self._compiled(self.source(chat_template, has_tools=bool(plain_tools)))
+        for index, message in enumerate(chat):
+            _fit(f"messages[{index}]", message, compiled)
+        final_text = ""
         if continue_final_message:
             if add_generation_prompt:
                 _refuse("continue_final_message", True, "given with add_generation_prompt=False")
-            _mark_end(chat[-1])
-        template = self._template("tool_use" if plain_tools and "tool_use" in self._name_to_source else "default")
+            final_text = _mark_end(chat[-1])
         values |= {"messages": chat, "tools": plain_tools, "add_generation_prompt": add_generation_prompt}
         try:
-            text = template.render(values)
+            text = compiled.template.render(values)
         except Exception as error:  # a template can raise anything that its expressions raise
-            raise InvalidParameterError(
-                f"the chat template of {self._model!r} refuses these messages: {error}",
-                parameter="messages",
-                value=shown(messages),
-                limit="messages that the chat template takes",
-            ) from error
-        return _cut_at_mark(text) if continue_final_message else text
+            raise self._refusal(error, messages) from error
+        return _cut_at_mark(text, final_text) if continue_final_message else text
 
-    def _template(self, name: str) -> jinja2.Template:
-        if name not in self._name_to_template:
-            source = self._name_to_source.get(name)
-            if source is None:
-                raise InvalidParameterError(
-                    NO_TEMPLATE.format(model=self._model), parameter="messages", limit="a model with a chat template"
-                )
-            self._name_to_template[name] = _compile(source, self._model)
-        return self._name_to_template[name]
+    def _refusal(self, error: Exception, messages: object) -> ChatTemplateError:
+        verb = "refuses" if isinstance(error, TemplateRefusal) else "fails on"
+        return ChatTemplateError(
+            f"the chat template of {self._model!r} {verb} these messages: {error}",
+            parameter="messages",
+            value=shown(messages),
+            limit="messages that the chat template takes",
+            reason=str(error) if isinstance(error, TemplateRefusal) else None,
+        )
+
+    def _compiled(self, source: str) -> CompiledTemplate:
+        known = self._source_to_compiled
+        compiled = known.get(source)
+        if compiled is None:
+            compiled = compile_template(source, self._model)
+            if len(known) >= MAX_COMPILED:  # the newest of the strangers goes, the model's own were first
+                known.pop(next(reversed(known)), None)
+            known[source] = compiled
+        return compiled
 
 
 # ------------------------------------------------------------------------------------------------------ messages
@@ -169,9 +201,28 @@ def _plain_content(name: str, content: Any) -> Any:
             text = cast("dict[str, Any]", part).get("text")
             if not isinstance(text, str):
                 _refuse(f"{name}[{index}].text", text, "a text")
-    if all(isinstance(part, str) or cast("dict[str, Any]", part).get("type") == "text" for part in parts):
-        return "".join(part if isinstance(part, str) else part["text"] for part in parts)
     return parts
+
+
+def _fit(name: str, message: dict[str, Any], compiled: CompiledTemplate) -> None:
+    """Bring what OpenAI's clients send to the form that the template reads."""
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = cast("list[str | dict[str, Any]]", content)
+        is_text = all(isinstance(part, str) or part.get("type") == "text" for part in parts)
+        if is_text and not compiled.takes_parts:
+            message["content"] = "".join(part if isinstance(part, str) else part["text"] for part in parts)
+    calls = message.get("tool_calls")
+    if compiled.takes_argument_text or not isinstance(calls, list):
+        return
+    for index, call in enumerate(cast("list[Any]", calls)):
+        function: Any = cast("dict[str, Any]", call).get("function", call) if isinstance(call, dict) else None
+        arguments = cast("dict[str, Any]", function).get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                function["arguments"] = json.loads(arguments or "{}", strict=False)
+                continue
+            _refuse(f"{name}.tool_calls[{index}].function.arguments", arguments, "a dict, or JSON text of one")
 
 
 def _plain(value: Any) -> Any:
@@ -195,84 +246,29 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _mark_end(message: dict[str, Any]) -> None:
-    if not isinstance(message.get("content"), str):
+def _mark_end(message: dict[str, Any]) -> str:
+    """Mark the end of the message's (last) text, and return that text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + CONTINUE_MARK
+        return content
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    texts = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict) and "text" in part]
+    if not texts:
         _refuse("continue_final_message", True, "used where the last message has a text as its content")
-    message["content"] += CONTINUE_MARK
+    last = texts[-1]
+    text = str(last["text"])
+    last["text"] = text + CONTINUE_MARK
+    return text
 
 
-def _cut_at_mark(text: str) -> str:
+def _cut_at_mark(text: str, final_text: str) -> str:
     """Return ``text`` up to the end of the last message; a template that trims contents takes the space of the mark."""
     place = text.rfind(CONTINUE_MARK.strip())
-    if place < 0:
+    if place < 0 or final_text.strip() not in text:
         _refuse("continue_final_message", True, "used with a chat template that writes the last message out")
     was_trimmed = not text.startswith(CONTINUE_MARK, place)
     return text[:place].rstrip() if was_trimmed else text[:place]
-
-
-# ------------------------------------------------------------------------------------------------------ templates
-def _compile(source: str, model: str) -> jinja2.Template:
-    import jinja2
-
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise UnsupportedModelError(
-            f"the chat template of {model!r} is not valid: {error} (line {error.lineno}). "
-            "Give `chat_template=` another one",
-            model=model,
-            feature="chat template",
-        ) from error
-
-
-def _environment() -> jinja2.Environment:
-    import jinja2.ext
-    import jinja2.sandbox
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_extension(), jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    functions = cast("dict[str, Any]", environment.globals)
-    functions["raise_exception"] = _raise_exception
-    functions["strftime_now"] = _strftime_now
-    return environment
-
-
-def _generation_extension() -> type[Any]:
-    """Return the extension that takes ``{% generation %}…{% endgeneration %}`` for its content."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - jinja2's own way
-
-        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-            lineno = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(lineno)
-
-    return Generation
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    import jinja2
-
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:  # noqa: A002 - the name templates use
-    return datetime.now().strftime(format)
 
 
 def _refuse(parameter: str, value: Any, limit: str) -> NoReturn:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from codecs import getincrementaldecoder, utf_8_decode
 from typing import TYPE_CHECKING, Protocol
 
-from asyncllm.frontend.tokenizer import DecodeStyle
+from asyncllm.frontend.tokenizer import NO_IDS, DecodeStyle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,11 +188,12 @@ class GeneralDecoder:
     At the end the whole is decoded once, and what a decoder wrote late (a trailing rule) is added.
     """
 
-    __slots__ = ("_before", "_ids", "_skip", "_start", "_texts", "_tokenizer", "pending")
+    __slots__ = ("_before", "_ids", "_skip", "_skipped", "_start", "_texts", "_tokenizer", "pending")
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, shown_ids: frozenset[int] = NO_IDS) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else NO_IDS
+        self._skip = skip_special_tokens and not shown_ids
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._start = 0
@@ -200,7 +201,7 @@ class GeneralDecoder:
         self.pending = False
 
     def push(self, token_id: int) -> str:
-        if self._skip and token_id in self._tokenizer.special_ids:
+        if token_id in self._skipped:
             return ""  # kept out of the window, which would be all context and no text after some of them
         self._ids.append(token_id)
         after = self._decode(self._ids[self._start :])
@@ -235,10 +236,10 @@ class GeneralDecoder:
         return self._tokenizer.decode(ids, self._skip)
 
 
-def make_decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Decoder:
-    """Return a decoder at the start of a text."""
+def make_decoder(tokenizer: Tokenizer, skip_special_tokens: bool, shown_ids: frozenset[int] = NO_IDS) -> Decoder:
+    """Return a decoder at the start of a text; ``shown_ids`` are special tokens that are not skipped in any case."""
     if tokenizer.style is DecodeStyle.BYTE_LEVEL:
-        return ByteLevelDecoder(tokenizer.table(skip_special_tokens))
+        return ByteLevelDecoder(tokenizer.table(skip_special_tokens, shown_ids))
     if tokenizer.style is DecodeStyle.BYTE_FALLBACK:
-        return ByteFallbackDecoder(tokenizer.table(skip_special_tokens))
-    return GeneralDecoder(tokenizer, skip_special_tokens)
+        return ByteFallbackDecoder(tokenizer.table(skip_special_tokens, shown_ids))
+    return GeneralDecoder(tokenizer, skip_special_tokens, shown_ids)

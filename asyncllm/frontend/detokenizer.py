@@ -26,6 +26,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from asyncllm.frontend.decoders import Decoder, make_decoder
+from asyncllm.frontend.tokenizer import NO_IDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -261,11 +262,12 @@ def make_detokenizer(
     stop: Sequence[str] = (),
     include_stop_str_in_output: bool = False,
     min_tokens: int = 0,
+    shown_ids: frozenset[int] = NO_IDS,
 ) -> Detokenizer | IdsOnly:
-    """Return the detokenizer of one sample."""
+    """Return the detokenizer of one sample; ``shown_ids`` are special tokens that are not skipped in any case."""
     if not detokenize:
         return IdsOnly()
-    decoder = make_decoder(tokenizer, skip_special_tokens)
+    decoder = make_decoder(tokenizer, skip_special_tokens, shown_ids)
     if not stop:
         return Detokenizer(decoder)
     return StopDetokenizer(decoder, _stop_strings(tuple(stop)), min_tokens, include_stop_str_in_output)

@@ -30,10 +30,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError, shown
-from asyncllm.frontend.chat_template import ChatTemplate
-from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS
+from asyncllm.frontend.chat import ChatProcessor
+from asyncllm.frontend.parsing.select import OutputFormat
+from asyncllm.frontend.structured import is_long_structure, make_grammar, schema_grammar
+from asyncllm.frontend.tokenizer import LONG_TEXT_CHARS, DecodeStyle
 from asyncllm.sampling_params import SamplingParams
-from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, RareSampling
+from asyncllm.wire.messages import EngineCoreRequest, EngineInfo, EngineSampling, Grammar, RareSampling
 
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
@@ -60,6 +62,8 @@ class ProcessedRequest:
     """One per sample, in order of ``index``."""
     submitted_at: float
     """:func:`time.perf_counter` when the request came in."""
+    output: OutputFormat | None = None
+    """How the output is cut into channels; ``None``: it is content."""
 
     @property
     def engine_ids(self) -> list[int]:
@@ -94,7 +98,8 @@ class InputProcessor:
             block_size=config.cache.tokens_per_block,
         )
         self._num_lookup_tokens = config.scheduler.prompt_lookup_num_tokens
-        self._chat_template = ChatTemplate.from_checkpoint(checkpoint, config.model.chat_template)
+        self.chat = ChatProcessor(config, checkpoint, tokenizer)
+        """Makes the prompts of chat requests, to be passed to :meth:`process` with ``add_special_tokens=False``."""
         self._engine_ids = itertools.count(1)
         self._names = itertools.count(1)
         self._name_prefix = f"request-{os.urandom(4).hex()}-"
@@ -124,12 +129,10 @@ class InputProcessor:
         return isinstance(prompt, Sequence) and len(cast("Sequence[object]", prompt)) >= LONG_PROMPT_IDS
 
     def has_long_params(self, params: SamplingParams) -> bool:
-        """Return whether ``params`` hold words that take so long to tokenize, whatever the prompt. O(words)."""
+        """Return whether ``params`` hold words or a schema that take so long, whatever the prompt. O(words)."""
+        if params.structure is not None and is_long_structure(params):
+            return True
         return 2 * sum(map(len, params.bad_words or ())) >= LONG_TEXT_CHARS  # each is encoded twice
-
-    def prepare_chat(self) -> None:
-        """Compile the chat template, if there is one. Imports jinja2 and takes some 0.1 s, which a first chat saves."""
-        self._chat_template.prepare()
 
     def is_long_chat(self, messages: object) -> bool:
         """Return whether rendering and processing ``messages`` take so long that they belong in a thread."""
@@ -137,24 +140,6 @@ class InputProcessor:
             return _num_chars(messages) >= LONG_TEXT_CHARS
         except RecursionError:  # to be refused by the template
             return True
-
-    def render_chat(
-        self,
-        messages: Sequence[Any],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        """Return the prompt text that the model's chat template makes of ``messages``.
-
-        Encode it with ``add_special_tokens=False``: a template writes the special tokens itself.
-
-        :raises InvalidParameterError: the messages are malformed, the template refuses them, or there is no template.
-        """
-        return self._chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
-        )
 
     def process(
         self,
@@ -165,8 +150,11 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        output: OutputFormat | None = None,
     ) -> ProcessedRequest:
         """Return the engine requests for ``prompt``, a text or token ids; ids are taken as they are.
+
+        ``output`` says how what comes back is read; without text (``detokenize=False``) it is not.
 
         Whether ``request_id`` is in use is found by :meth:`OutputProcessor.add_request`; ``None`` makes one up.
 
@@ -182,15 +170,23 @@ class InputProcessor:
         _check_arguments(request_id, params, priority, cache_salt)
         bad_words = self._bad_words(params.bad_words) if params.bad_words else []
         self._check_params(params, bad_words)
+        grammar = self._grammar(params, None if output is None else output.schema)
         num_kept = None if params.truncate_prompt_tokens is None else self._num_kept(params)
         ids = self._prompt_ids(prompt, add_special_tokens, num_kept)
         self._check_prompt(ids)
-        samplings = self._samplings(params, len(ids), bad_words)
+        num_lookup_tokens = params.prompt_lookup_num_tokens
+        num_lookup_tokens = self._num_lookup_tokens if num_lookup_tokens is None else num_lookup_tokens
+        samplings = self._samplings(params, len(ids), _rare(params, bad_words, grammar, num_lookup_tokens))
         requests = [
             EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt) for sampling in samplings
         ]
         return ProcessedRequest(
-            request_id=request_id, prompt_token_ids=ids, params=params, requests=requests, submitted_at=submitted_at
+            request_id=request_id,
+            prompt_token_ids=ids,
+            params=params,
+            requests=requests,
+            submitted_at=submitted_at,
+            output=output if params.detokenize else None,
         )
 
     # ------------------------------------------------------------------------------------------------- the prompt
@@ -306,8 +302,25 @@ class InputProcessor:
             name = "bad_words" if bad else "stop_token_ids"
             _refuse(name, getattr(params, name), limit)
 
+    def _grammar(self, params: SamplingParams, call_schema: Mapping[str, Any] | None) -> Grammar | None:
+        """Return what the output has to match; what only compiling shows is found in the engine.
+
+        ``call_schema`` is that of a tool call, where one is demanded.
+        """
+        name = params.structure
+        if call_schema is not None:
+            if name is not None:
+                _refuse(name, getattr(params, name), "absent where tool_choice demands a call")
+            return schema_grammar("tool_choice", call_schema)
+        if name is None:
+            return None
+        if self._tokenizer.style is DecodeStyle.GENERAL:
+            limit = "absent: this model's tokens have no text of their own, so that no grammar can be followed"
+            _refuse(name, getattr(params, name), limit)
+        return make_grammar(params)
+
     def _samplings(
-        self, params: SamplingParams, num_prompt_tokens: int, bad_words: list[list[int]]
+        self, params: SamplingParams, num_prompt_tokens: int, rare: RareSampling | None
     ) -> list[EngineSampling]:
         room = self._limits.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -315,8 +328,6 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "little") if value["temperature"] else 0
-        num_lookup_tokens = params.prompt_lookup_num_tokens
-        rare = _rare(params, bad_words, self._num_lookup_tokens if num_lookup_tokens is None else num_lookup_tokens)
         return [
             EngineSampling(
                 max_tokens=max_tokens,
@@ -347,15 +358,19 @@ class InputProcessor:
         return self._defaults[name] if given is None else given
 
 
-def _rare(params: SamplingParams, bad_words: list[list[int]], num_lookup_tokens: int) -> RareSampling | None:
+def _rare(
+    params: SamplingParams, bad_words: list[list[int]], grammar: Grammar | None, num_lookup_tokens: int
+) -> RareSampling | None:
     """Return what of ``params`` few requests use; ``None`` where this is none of them."""
     watched = params.repetition_detection
-    if not bad_words and params.logprob_token_ids is None and watched is None and not num_lookup_tokens:
+    is_plain = not bad_words and params.logprob_token_ids is None and watched is None
+    if is_plain and grammar is None and not num_lookup_tokens:
         return None
     return RareSampling(
         bad_words,
         list(params.logprob_token_ids or ()),
         None if watched is None else (watched.min_pattern_size, watched.max_pattern_size, watched.min_count),
+        grammar,
         num_lookup_tokens,
     )
 

@@ -15,7 +15,8 @@ Invariants:
 How the end of a sample is reported: a stop token (end of sequence or one of ``stop_token_ids``) is in ``token_ids``
 and counts in ``usage``, its text is not in the text unless ``include_stop_str_in_output``. The token that completes a
 stop string is in ``token_ids`` likewise, the text is cut before the match (after it, if included). ``stop_reason`` is
-the stop string, the id out of ``stop_token_ids``, or ``None`` for end of sequence. A repetition ends a sample with all
+the stop string, the id out of ``stop_token_ids``, or ``None`` for end of sequence and for the end of a grammar, whose
+last token has its text. A repetition ends a sample with all
 of its tokens and their text.
 """
 
@@ -46,6 +47,7 @@ REASONS = {
     EngineFinishReason.LENGTH: FinishReason.LENGTH,
     EngineFinishReason.ABORT: FinishReason.ABORT,
     EngineFinishReason.REPETITION: FinishReason.REPETITION,
+    EngineFinishReason.COMPLETE: FinishReason.STOP,
 }
 REPETITION_DETECTED = "repetition_detected"
 

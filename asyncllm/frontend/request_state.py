@@ -14,6 +14,8 @@ from asyncllm.errors import RequestFailedError
 from asyncllm.frontend.decoders import make_decoder
 from asyncllm.frontend.detokenizer import make_detokenizer
 from asyncllm.frontend.logprobs import LogprobQueue, PromptLogprobs
+from asyncllm.frontend.structured import parse_output
+from asyncllm.frontend.tokenizer import NO_IDS
 from asyncllm.outputs import Completion, FinishReason, TokenDelta, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
@@ -62,7 +64,14 @@ class SampleState:
         "token_ids",
     )
 
-    def __init__(self, request: RequestState, index: int, engine_id: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: RequestState,
+        index: int,
+        engine_id: int,
+        tokenizer: Tokenizer,
+        shown_ids: frozenset[int] = NO_IDS,
+    ) -> None:
         params = request.params
         self.request = request
         self.index = index
@@ -85,6 +94,7 @@ class SampleState:
             stop=params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            shown_ids=shown_ids,
         )
         self._queue = LogprobQueue(len(params.logprob_token_ids or ())) if params.wants_logprobs else None
         self._put = request.sink.put
@@ -157,10 +167,16 @@ class SampleState:
     def completion(self, usage: Usage) -> Completion:
         """Return the sample as it stands; one that has not ended is an aborted one."""
         request = self.request
+        text = "".join(self.texts)
+        parsed, parse_error = None, None
+        if request.params.structure is not None:
+            is_cut = self.finish_reason not in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+            parsed, parse_error = parse_output(request.params, text, is_cut=is_cut)
         return Completion(
             request_id=request.request_id,
             index=self.index,
-            text="".join(self.texts),
+            text=text,
+            content=text,
             token_ids=self.token_ids,
             prompt_token_ids=request.prompt_token_ids,
             finish_reason=self.finish_reason or FinishReason.ABORT,
@@ -168,6 +184,8 @@ class SampleState:
             usage=usage,
             logprobs=self.logprobs,
             prompt_logprobs=None if request.prompt_logprobs is None else request.prompt_logprobs.values,
+            parsed=parsed,
+            parse_error=parse_error,
         )
 
 
@@ -197,9 +215,17 @@ class RequestState:
         self.times: RequestTimes | None = None
         self.prompt_logprobs = self._make_prompt_logprobs(tokenizer)
         self.samples = [
-            SampleState(self, index, request.request_id, tokenizer) for index, request in enumerate(processed.requests)
+            self._make_sample(index, request.request_id, tokenizer) for index, request in enumerate(processed.requests)
         ]
         self.num_live = len(self.samples)
+
+    def _make_sample(self, index: int, engine_id: int, tokenizer: Tokenizer) -> SampleState:
+        output = self.processed.output
+        if output is None:
+            return SampleState(self, index, engine_id, tokenizer)
+        from asyncllm.frontend.parsed_sample import ParsedSampleState  # it is a SampleState, so it imports this module
+
+        return ParsedSampleState(self, index, engine_id, tokenizer, output)
 
     def _make_prompt_logprobs(self, tokenizer: Tokenizer) -> PromptLogprobs | None:
         if self.params.prompt_logprobs is None:

@@ -35,6 +35,7 @@ LARGE_FILE_BYTES = 4 << 20
 """Size of a ``tokenizer.json`` from which on what its parsing left free is worth returning to the system."""
 
 SPACE_MARK = "▁"
+NO_IDS = frozenset[int]()
 
 
 class DecodeStyle(enum.Enum):
@@ -75,13 +76,13 @@ class _TokenizerFile(msgspec.Struct):
 class TokenTable(dict[int, "str | None"]):
     """Token id to its text, ``None`` where its bytes are no text of their own; filled as tokens are met.
 
-    ``data`` is the same as bytes for those. One table for each way to treat special tokens, shared by all streams.
+    ``data`` is the same as bytes for those. One table for each set of tokens to leave out, shared by all streams.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         super().__init__()
         self.tokenizer = tokenizer
-        self.skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self.skipped = skipped
         self.data: dict[int, bytes] = {}
 
     def __missing__(self, token_id: int) -> str | None:
@@ -130,7 +131,7 @@ class Tokenizer:
         self.max_token_chars = max(map(len, itertools.chain(entries, contents)), default=1)
         self._shrinks_text = _shrinks_text(file.normalizer)
         self._has_every_byte = self.style is DecodeStyle.BYTE_LEVEL or self.rules.has_byte_tokens
-        self._tables = {skip: TokenTable(self, skip) for skip in (False, True)}
+        self._tables: dict[frozenset[int], TokenTable] = {}
         if len(content) >= LARGE_FILE_BYTES:
             del file
             _return_free_memory()
@@ -261,9 +262,11 @@ class Tokenizer:
         """Return the id of the vocabulary entry spelled ``token``, ``None`` if there is none."""
         return self._backend.token_to_id(token)
 
-    def table(self, skip_special_tokens: bool) -> TokenTable:
-        """Return the shared table of token texts for streams."""
-        return self._tables[skip_special_tokens]
+    def table(self, skip_special_tokens: bool, shown_ids: frozenset[int] = NO_IDS) -> TokenTable:
+        """Return the shared table of token texts for streams; ``shown_ids`` are special tokens with a text even so."""
+        skipped = self.special_ids - shown_ids if skip_special_tokens else NO_IDS
+        table = self._tables.get(skipped)
+        return self._tables.setdefault(skipped, TokenTable(self, skipped)) if table is None else table
 
     def _special_id(self, tokenizer_config: dict[str, Any], name: str) -> int | None:
         text = _token_text(tokenizer_config.get(name))

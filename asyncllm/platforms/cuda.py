@@ -114,7 +114,7 @@ class CudaPlatform(Platform):
 
     name: ClassVar[str] = "cuda"
     worker_cls: ClassVar[str] = "asyncllm.worker.worker.Worker"
-    attention_backends: ClassVar[tuple[str, ...]] = ("triton",)
+    attention_backends: ClassVar[tuple[str, ...]] = ("triton", "flash_attn")
     has_own_memory: ClassVar[bool] = True
 
     def __init__(self, index: int, reason: str = "") -> None:

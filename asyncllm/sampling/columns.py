@@ -17,9 +17,9 @@ import torch
 from asyncllm.kernels.base import SAMPLING_DTYPE
 from asyncllm.sampling.logprobs import RequestedTokens
 from asyncllm.sampling.penalties import Adjustments
+from asyncllm.sampling.upload import Upload
 
 if TYPE_CHECKING:
-    from asyncllm.sampling.upload import Upload
     from asyncllm.wire.messages import EngineSampling
 
 __all__ = ["RandomRows", "SamplingColumns", "SamplingMetadata"]
@@ -45,23 +45,34 @@ class RandomRows:
 
 
 @dataclass(slots=True)
+class TorchRows:
+    """The rows of a step by the path that each takes where torch draws."""
+
+    greedy: torch.Tensor | None  # places of those that do not draw; None: all rows do
+    random: list[RandomRows]
+
+
+@dataclass(slots=True)
 class SamplingMetadata:
     """What the rows of a step ask for, in their order."""
 
     slots: Int64
-    greedy_rows: torch.Tensor | None  # None: all rows are greedy
-    random_rows: list[RandomRows]
+    all_greedy: bool
     parameters: npt.NDArray[np.void]  # [R] of SAMPLING_DTYPE
     adjustments: Adjustments | None
     logprob_rows: torch.Tensor | None  # rows that want logprobs
     logprob_slots: list[int]
     num_logprobs: list[int]  # top tokens wanted by each of them
     requested: RequestedTokens | None  # tokens that some of them name; None: none does
+    vocab_size: int
+    upload: Upload
+    _torch_rows: TorchRows | None = None
 
-    @property
-    def all_greedy(self) -> bool:
-        """Return whether no row draws."""
-        return not self.random_rows
+    def torch_rows(self) -> TorchRows:
+        """Return the rows as torch draws them; made when first asked for, since kernels that draw never ask."""
+        if self._torch_rows is None:
+            self._torch_rows = split_rows(self.parameters, self.vocab_size, self.upload)
+        return self._torch_rows
 
     @property
     def only_greedy(self) -> bool:
@@ -110,8 +121,6 @@ class SamplingColumns:
 
     def select(self, slots: Int64) -> SamplingMetadata:
         """Return the metadata of the rows in ``slots``, in this order."""
-        temperature = self.temperature[slots]
-        greedy = temperature == 0
         want_logprobs = np.flatnonzero(self.num_logprobs[slots] >= 0)
         rows_to_sampling = {
             row: self.adjusted[slot] for row, slot in enumerate(slots.tolist()) if slot in self.adjusted
@@ -119,47 +128,50 @@ class SamplingColumns:
         logprob_slots: list[int] = slots[want_logprobs].tolist()
         return SamplingMetadata(
             slots=slots,
-            greedy_rows=None if greedy.all() else self._upload(np.flatnonzero(greedy)),
-            random_rows=self._random_rows(slots, ~greedy),
+            all_greedy=bool((self.temperature[slots] == 0).all()),
             parameters=self.parameters[slots],
             adjustments=self._adjustments(rows_to_sampling) if rows_to_sampling else None,
             logprob_rows=self._upload(want_logprobs) if len(want_logprobs) else None,
             logprob_slots=logprob_slots,
             num_logprobs=self.num_logprobs[slots[want_logprobs]].tolist(),
             requested=self._requested(logprob_slots) if self.requested else None,
+            vocab_size=self.vocab_size,
+            upload=self._upload,
         )
 
     def _requested(self, slots: list[int]) -> RequestedTokens | None:
         ids = [self.requested.get(slot, []) for slot in slots]
         return RequestedTokens(ids, self._upload) if any(ids) else None
 
-    def _random_rows(self, slots: Int64, random: npt.NDArray[np.bool_]) -> list[RandomRows]:
-        if not random.any():
-            return []
-        top_k, top_p = self.top_k[slots], self.top_p[slots]
-        kinds = (
-            (random & (top_k == 0) & (top_p >= 1), 0),
-            (random & (top_k > 0), int(top_k.max())),
-            (random & (top_k == 0) & (top_p < 1), min(TOP_P_WINDOW, self.vocab_size)),
-        )
-        return [self._group(slots, np.flatnonzero(rows), num_top) for rows, num_top in kinds if rows.any()]
-
-    def _group(self, slots: Int64, rows: Int64, num_top: int) -> RandomRows:
-        chosen = slots[rows]
-        temperature, min_p = self.temperature[chosen], self.min_p[chosen]
-        return RandomRows(
-            rows=None if len(rows) == len(slots) else self._upload(rows),
-            temperature=None if (temperature == 1).all() else self._column(temperature),
-            top_k=self._column(self.top_k[chosen]) if self.top_k[chosen[0]] else None,
-            top_p=self._column(self.top_p[chosen]) if num_top else None,
-            min_p=None if (min_p == 0).all() else self._column(min_p),
-            num_top=num_top,
-        )
-
     def _adjustments(self, rows_to_sampling: dict[int, EngineSampling]) -> Adjustments:
         return Adjustments(
             rows_to_sampling, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids, upload=self._upload
         )
 
-    def _column(self, array: npt.NDArray[np.float32 | np.int32]) -> torch.Tensor:
-        return self._upload(array).unsqueeze(1)
+
+def split_rows(parameters: npt.NDArray[np.void], vocab_size: int, upload: Upload) -> TorchRows:
+    """Return the rows of ``parameters`` [R] by the path that each takes."""
+    random, top_k, top_p = parameters["temperature"] != 0, parameters["top_k"], parameters["top_p"]
+    kinds = (
+        (random & (top_k == 0) & (top_p >= 1), 0),
+        (random & (top_k > 0), int(top_k.max())),
+        (random & (top_k == 0) & (top_p < 1), min(TOP_P_WINDOW, vocab_size)),
+    )
+    groups = [_group(parameters, np.flatnonzero(rows), num_top, upload) for rows, num_top in kinds if rows.any()]
+    return TorchRows(None if random.all() else upload(np.flatnonzero(~random)), groups)
+
+
+def _group(parameters: npt.NDArray[np.void], rows: Int64, num_top: int, upload: Upload) -> RandomRows:
+    chosen = parameters[rows]
+
+    def column(name: str) -> torch.Tensor:
+        return upload(np.ascontiguousarray(chosen[name])).unsqueeze(1)
+
+    return RandomRows(
+        rows=None if len(rows) == len(parameters) else upload(rows),
+        temperature=None if (chosen["temperature"] == 1).all() else column("temperature"),
+        top_k=column("top_k") if chosen["top_k"][0] else None,
+        top_p=column("top_p") if num_top else None,
+        min_p=None if (chosen["min_p"] == 0).all() else column("min_p"),
+        num_top=num_top,
+    )

@@ -1,9 +1,9 @@
 """Draw one token per row from its logits.
 
-Order: adjustments (bias, allowed ids, bad words, penalties, ``min_tokens``), temperature, top-k, top-p, min-p, then the
-inverse of the cumulative distribution at the row's uniform number. Nothing is drawn from a state, and each row is
-computed by operations over that row alone, by a path that its own parameters choose: its token cannot depend on its
-neighbours.
+Order: adjustments (bias, allowed ids, bad words, penalties, ``min_tokens``), the mask of its grammar, temperature,
+top-k, top-p, min-p, then the inverse of the cumulative distribution at the row's uniform number. Nothing is drawn from
+a state, and each row is computed by operations over that row alone, by a path that its own parameters choose: its token
+cannot depend on its neighbours.
 
 A token of probability zero is never drawn: the first one whose cumulative sum *exceeds* u * total has a positive share.
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from asyncllm.sampling.columns import RandomRows, SamplingMetadata
     from asyncllm.sampling.device_draw import DeviceDraw
     from asyncllm.sampling.penalties import TokenHistory
+    from asyncllm.sampling.token_mask import TokenMasks
 
 __all__ = ["Sampler", "SamplerOutput"]
 
@@ -53,12 +54,21 @@ class Sampler:
         self._kernels = kernels
         self._device_draw = device_draw
 
-    def sample(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> SamplerOutput:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        history: TokenHistory,
+        masks: TokenMasks | None = None,
+    ) -> SamplerOutput:
         """Return a token for each row of ``logits`` [R, V] float32, which may be changed in place."""
         raw = None if metadata.logprob_rows is None else logits.index_select(0, metadata.logprob_rows)
         if metadata.adjustments is not None:
             logits = logits.contiguous()
             metadata.adjustments.apply(logits, history)
+        if masks is not None:
+            logits = logits.contiguous()
+            masks.apply(logits)
         token_ids, best = self._draw(logits, metadata, history)
         logprobs = None
         if raw is not None and metadata.logprob_rows is not None:
@@ -82,18 +92,17 @@ class Sampler:
 
     def _draw_rows(self, logits: torch.Tensor, metadata: SamplingMetadata, history: TokenHistory) -> torch.Tensor:
         u = _numbers(logits, metadata, history).unsqueeze(1)  # [R, 1] float64
-        group = metadata.random_rows[0]
-        if group.rows is None:
-            return draw(logits, group, u)
+        rows = metadata.torch_rows()
+        first = rows.random[0]
+        if first.rows is None:
+            return draw(logits, first, u)
         token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        if metadata.greedy_rows is not None and len(metadata.greedy_rows):
-            rows = metadata.greedy_rows
-            token_ids.index_copy_(0, rows, argmax(logits.index_select(0, rows)))
-        for group in metadata.random_rows:
-            rows = group.rows
-            assert rows is not None
-            drawn = draw(logits.index_select(0, rows), group, u.index_select(0, rows))
-            token_ids.index_copy_(0, rows, drawn)
+        if rows.greedy is not None and len(rows.greedy):
+            token_ids.index_copy_(0, rows.greedy, argmax(logits.index_select(0, rows.greedy)))
+        for group in rows.random:
+            assert group.rows is not None
+            drawn = draw(logits.index_select(0, group.rows), group, u.index_select(0, group.rows))
+            token_ids.index_copy_(0, group.rows, drawn)
         return token_ids
 
 

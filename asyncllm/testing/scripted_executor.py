@@ -87,6 +87,8 @@ class ScriptedExecutor(Executor):
     otherwise
         The prompt is echoed, then the end-of-sequence id.
 
+    Under a grammar (``schema``, ``regex`` …) a token that may not come next is replaced by the lowest id that may.
+
     How it goes:
 
     ``step_ms``, ``start_ms``: a step, or the start, takes this long. ``gate_path``: no step ends while this file
@@ -277,6 +279,9 @@ class ScriptedExecutor(Executor):
             if row.sampling.prompt_logprobs >= 0 and start < row.num_prompt - 1:
                 output.prompt_logprobs[slot] = self._prompt_rows(row, start)
             output.token_ids.append(self._next_token(slot, row, output) if row.computed == row.known else -1)
+        for place, slot in enumerate(step.slots) if step.masks else ():
+            if slot in step.masks and output.token_ids[place] >= 0:
+                output.token_ids[place] = _allowed(output.token_ids[place], step.masks[slot])
         return output
 
     def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput) -> int:
@@ -363,6 +368,13 @@ _RPC_METHODS = frozenset(
         "wake_up",
     }
 )
+
+
+def _allowed(token: int, mask: bytes) -> int:
+    """Return ``token`` if the mask allows it, else the lowest id that it does."""
+    if mask[token >> 3] >> (token & 7) & 1:
+        return token
+    return next(8 * index + (byte & -byte).bit_length() - 1 for index, byte in enumerate(mask) if byte)
 
 
 def _as_key(token_ids: Sequence[int]) -> str:

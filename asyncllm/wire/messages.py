@@ -28,6 +28,7 @@ __all__ = [
     "EngineSampling",
     "FinishRequests",
     "FinishedRequest",
+    "Grammar",
     "LogprobRows",
     "ParkRequests",
     "RareSampling",
@@ -48,6 +49,15 @@ class EngineFinishReason(enum.IntEnum):
     ABORT = 2
     ERROR = 3
     REPETITION = 4
+    COMPLETE = 5  # the grammar allows nothing after the last token, whose text belongs to the output
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What the text of an output has to match; two that are equal compile to the same."""
+
+    parameter: str  # the field of SamplingParams that it came from, which errors name
+    kind: str  # how ``text`` is written: "schema" (JSON), "regex" (of the Rust crate), "grammar" (Lark or GBNF)
+    text: str
 
 
 class RareSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -56,6 +66,7 @@ class RareSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     bad_words: list[list[int]] = []  # the last id of each cannot follow an output that ends in those before it
     logprob_token_ids: list[int] = []  # reported at each output position, after the top ones
     repetition: tuple[int, int, int] | None = None  # shortest and longest pattern, and how often in a row ends it
+    grammar: Grammar | None = None  # compiled in the engine core; the worker sees only the masks
     num_lookup_tokens: int = 0  # most drafts in a step, looked up in the request's own tokens
 
 
@@ -90,6 +101,11 @@ class EngineSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def logprob_token_ids(self) -> list[int]:
         """Return the ids of ``rare``."""
         return [] if self.rare is None else self.rare.logprob_token_ids
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Return that of ``rare``."""
+        return None if self.rare is None else self.rare.grammar
 
 
 # ------------------------------------------------------------------------------------------------- to the engine

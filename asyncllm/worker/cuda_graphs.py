@@ -4,7 +4,8 @@ A model of 16 layers launches some 200 kernels per step, which costs the host mo
 takes. A step in which each row has one new token is padded to the next recorded size. Which sizes: every power of two
 up to 8, every eighth up to 256, every 16th beyond, as vLLM and nano-vLLM found good.
 
-Sampling is not in the graph: what a row asks for changes from step to step.
+A graph ends with the hidden states. The head and the draw come after it: what a row asks for changes from step to step,
+padding needs no logits, and the logits of all sizes together would be gigabytes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ __all__ = ["DecodeGraphs", "graph_sizes"]
 LARGEST = 512  # rows; a larger step computes long enough to hide its launches
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows to record, smallest first; the last holds ``max_num_seqs`` rows, up to 512."""
-    largest = min(max_num_seqs, LARGEST)
+def graph_sizes(max_num_rows: int) -> list[int]:
+    """Return the numbers of rows to record, smallest first; the last is ``max_num_rows``, a step's most, up to 512."""
+    largest = min(max_num_rows, LARGEST)
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, LARGEST + 1, 16)]
     return [*(size for size in sizes if size < largest), largest]
 
@@ -44,8 +45,8 @@ class DecodeGraphs:
     ) -> None:
         """Record what ``work_of(size)`` returns, for each size; the largest first, whose memory the others share.
 
-        The work computes logits [size, V] from static inputs, which ``work_of`` has filled for a first run. ``report``
-        gets the share that is done.
+        The work computes hidden states [size, hidden] from static inputs, which ``work_of`` filled for a first run.
+        ``report`` gets the share that is done.
         """
         for nth, size in enumerate(reversed(self.sizes), 1):
             self._graphs[size] = self._runtime.capture(work_of(size))
@@ -57,10 +58,10 @@ class DecodeGraphs:
         return self.sizes[place] if self._graphs and place < len(self.sizes) else None
 
     def replay(self, size: int) -> torch.Tensor:
-        """Queue the step of ``size`` rows and return its logits [size, V], valid until the next replay."""
-        graph, logits = self._graphs[size]
+        """Queue the step of ``size`` rows; return its hidden states [size, hidden], valid until the next replay."""
+        graph, hidden = self._graphs[size]
         graph.replay()
-        return logits
+        return hidden
 
     def drop(self) -> None:
         """Forget the graphs and their memory."""

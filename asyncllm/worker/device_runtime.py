@@ -11,6 +11,7 @@ a CPU the same calls have nothing to wait for and copy nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -74,6 +75,10 @@ class DeviceRuntime(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which the thread's work goes to this device."""
+        return nullcontext()
+
     @abstractmethod
     def staging(self, num_bytes: int) -> Staging:
         """Return zeroed host memory that the device can copy from on its own."""
@@ -99,7 +104,7 @@ class DeviceRuntime(ABC):
         """Record ``work`` and return its graph and what it returned: tensors that each replay fills again.
 
         ``work`` is run before, so that what happens once (compilation, workspaces) is not recorded. All graphs of a
-        runtime share one pool of memory: the output of one is valid until another is replayed.
+        runtime share one pool of memory, except for what they return: it is valid until another is replayed.
         """
 
     @abstractmethod
@@ -253,7 +258,12 @@ class CudaRuntime(DeviceRuntime):
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         self._copies = torch.cuda.Stream(device)
+        self._captures = torch.cuda.Stream(device)  # one: libraries keep workspaces for each stream that they see
         self._pool: Any = None
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make it the thread's device, on which torch and Triton launch."""
+        return torch.cuda.device(self.device)
 
     def staging(self, num_bytes: int) -> Staging:
         """Return pinned memory."""
@@ -289,17 +299,18 @@ class CudaRuntime(DeviceRuntime):
         return _Copies(host, event)
 
     def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
-        """Run ``work`` on a side stream, then record it."""
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        """Run ``work`` on a stream of its own, then record it there."""
+        self._captures.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._captures):
             work()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._captures)
         self.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of an application that runs the engine in its own process may allocate meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._captures, capture_error_mode=mode):
             output = work()
         return graph, output
 
@@ -328,8 +339,9 @@ class CudaRuntime(DeviceRuntime):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def empty_cache(self) -> None:
-        """Give cached memory back to the device."""
+        """Give cached memory back to the device, and cached pinned memory to the host."""
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # pyright: ignore[reportPrivateUsage]  (there is no public name for it)
 
 
 def make_runtime(device: torch.device) -> DeviceRuntime:

@@ -36,6 +36,7 @@ from asyncllm.sampling.logprobs import LogprobTensors, compute_logprobs
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.rng import uniforms
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
+from asyncllm.sampling.token_mask import TokenMasks
 from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 from asyncllm.worker.cuda_graphs import DecodeGraphs
 from asyncllm.worker.drafts import confirm, spread
@@ -53,7 +54,10 @@ __all__ = ["ModelRunner", "StepResult"]
 Int64 = npt.NDArray[np.int64]
 
 NOT_FINITE = "its logits are not finite"
-NOTHING_LEFT = "no token is left to draw: allowed_token_ids, bad_words, logit_bias and min_tokens exclude all"
+NOTHING_LEFT = (
+    "no token is left to draw: allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar, if there is one, "
+    "exclude all"
+)
 PROMPT_LOGPROB_ELEMENTS = 1 << 22  # logits of a prompt that exist at once: 16 MiB
 NO_BLOCKS = np.zeros((0, 0), np.int32)  # device code reads the block tables of all slots
 
@@ -66,6 +70,7 @@ class Draws:
     is_batch: bool  # whether each token of the flat batch draws, in order
     metadata: SamplingMetadata
     history: TokenHistory
+    masks: TokenMasks | None  # of rows under a grammar; None: there are none
     drafted: bool = False
 
 
@@ -180,8 +185,8 @@ class StepResult:
 class ModelRunner:
     """Runs steps of one model on one device; used by the worker's thread only.
 
-    ``graph_sizes``: numbers of rows whose decode steps :meth:`capture_graphs` records; none where the device or the
-    backend has no use for them.
+    ``graph_sizes``: numbers of rows whose decode steps :meth:`capture_graphs` records, none larger than a step can be;
+    none where the device or the backend has no use for them.
     """
 
     def __init__(
@@ -198,6 +203,8 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...],
         graph_sizes: Sequence[int] = (),
     ) -> None:
+        # A larger graph would read and write beyond the ends of its inputs.
+        assert max(graph_sizes, default=0) <= min(max_num_seqs, max_num_batched_tokens), graph_sizes
         spec = backend.spec
         self.model = model
         self.backend = backend
@@ -233,15 +240,12 @@ class ModelRunner:
 
         :raises RuntimeError: the model or the backend failed; the batch is then not to be used again.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), self.runtime.current():
             self.batch.apply(step)
             prepared = self.prepare(step)
             self._buffers.commit()
             if not self.runtime.shares_memory:
                 self._grow_block_tables()
-            if prepared.graph_size is not None:
-                logits = self.graphs.replay(prepared.graph_size)
-                return StepResult(self, step, prepared, self._sample_replayed(prepared, logits), [])
             hidden = self.forward(prepared)
             prompt_logprobs = self._prompt_logprobs(prepared, hidden) if self.batch.slot_to_prompt_logprobs else []
             return StepResult(self, step, prepared, self._sample(prepared, hidden), prompt_logprobs)
@@ -272,7 +276,7 @@ class ModelRunner:
         if step.draft_slots:
             draws = self._stage_drafted_draws(staged, step, slots, seq_lens, query_start)
         else:
-            draws = self._stage_draws(staged, slots, seq_lens, query_start)
+            draws = self._stage_draws(staged, slots, seq_lens, query_start, step.masks)
         graph_size = self.graphs.size_for(num_rows) if num_tokens == num_rows else None
         flat = FlatBatch(
             query_lens=query_lens.astype(np.int32),
@@ -287,12 +291,18 @@ class ModelRunner:
         return PreparedStep(slots, flat, self.backend.plan(flat), graph_size, draws)
 
     def forward(self, prepared: PreparedStep) -> torch.Tensor:
-        """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then."""
-        return self._forward(len(prepared.batch.positions), prepared.plan)
+        """Return the final hidden states [T, hidden] of the flat batch; its keys and values are in the cache then.
+
+        Those of a graph are valid until the next one is replayed.
+        """
+        num_tokens = len(prepared.batch.positions)
+        if prepared.graph_size is not None:
+            return self.graphs.replay(prepared.graph_size)[:num_tokens]
+        return self._forward(num_tokens, prepared.plan)
 
     def capture_graphs(self, report: Callable[[float], None] = lambda fraction: None) -> None:
         """Record the decode step of each of the sizes, and ``report`` the share that is done."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.runtime.current():
             self.graphs.capture(self._decode_work, report)
 
     def scrub(self, prepared: PreparedStep, slots: Iterable[int]) -> None:
@@ -305,7 +315,12 @@ class ModelRunner:
 
     # ----------------------------------------------------------------------------------------------------- preparation
     def _stage_draws(
-        self, staged: Mapping[str, npt.NDArray[Any]], slots: Int64, seq_lens: Int64, query_start: npt.NDArray[np.int32]
+        self,
+        staged: Mapping[str, npt.NDArray[Any]],
+        slots: Int64,
+        seq_lens: Int64,
+        query_start: npt.NDArray[np.int32],
+        slot_to_mask: Mapping[int, bytes],
     ) -> Draws | None:
         """Stage which rows draw a token, where each finds its last one and where the new one goes; count it."""
         batch = self.batch
@@ -323,7 +338,8 @@ class ModelRunner:
         np.add(slots * batch.max_tokens, seq_lens, out=staged["drawn_places"][:count])
         batch.num_tokens[slots] = seq_lens + 1
         metadata = self._metadata_of(slots)
-        return Draws(rows, is_batch, metadata, self._stage_history(staged, metadata, seq_lens))
+        history = self._stage_history(staged, metadata, seq_lens)
+        return Draws(rows, is_batch, metadata, history, self._masks_of(slots, slot_to_mask))
 
     def _stage_drafted_draws(
         self,
@@ -343,7 +359,8 @@ class ModelRunner:
         np.add(slots * batch.max_tokens, num_before, out=staged["drawn_places"][:count])
         metadata = self._metadata_of(slots)
         history = self._stage_history(staged, metadata, num_before)
-        return Draws(rows, count == query_start[-1], metadata, history, drafted=True)
+        masks = self._masks_of(slots, step.masks)
+        return Draws(rows, bool(count == query_start[-1]), metadata, history, masks, drafted=True)
 
     def _stage_history(
         self, staged: Mapping[str, npt.NDArray[Any]], metadata: SamplingMetadata, seq_lens: Int64
@@ -351,11 +368,18 @@ class ModelRunner:
         """Return what each draw has before it, and stage the number at which it draws."""
         slots, count = metadata.slots, len(metadata.slots)
         history = TokenHistory(self.batch.tokens, slots, self.batch.num_prompt_tokens[slots], seq_lens)
-        if self._stages_uniforms and metadata.random_rows:
+        if self._stages_uniforms and not metadata.all_greedy:
             parameters = metadata.parameters
             staged["uniforms"][:count] = uniforms(parameters["seed"], parameters["sample_index"], history.positions)
             history.uniforms = self._inputs["uniforms"][:count]
         return history
+
+    def _masks_of(self, slots: Int64, slot_to_mask: Mapping[int, bytes]) -> TokenMasks | None:
+        """Return the masks of draws under a grammar; such rows have no drafts."""
+        if not slot_to_mask:
+            return None
+        row_to_mask = {row: slot_to_mask[slot] for row, slot in enumerate(slots.tolist()) if slot in slot_to_mask}
+        return TokenMasks(row_to_mask, self.runtime.upload)
 
     def _stage_for_device(
         self, staged: Mapping[str, npt.NDArray[Any]], flat: FlatBatch, slots: Int64, graph_size: int | None
@@ -406,7 +430,7 @@ class ModelRunner:
         return self.model(token_ids, self._inputs["positions"][:num_tokens], context)
 
     def _decode_work(self, size: int) -> Callable[[], torch.Tensor]:
-        """Stage a decode step of ``size`` rows that writes nowhere; return what computes its logits [size, V]."""
+        """Stage a decode step of ``size`` rows that writes nowhere; return what computes its hidden states."""
         staged = self._buffers.begin()
         one = np.ones(size, np.int32)
         staged["query_start"][: size + 1] = self._arange[: size + 1]
@@ -423,7 +447,7 @@ class ModelRunner:
         self._stage_for_device(staged, flat, np.zeros(size, np.int64), None)
         plan = self.backend.plan(flat)
         self._buffers.commit()
-        return lambda: self._logits(self._forward(size, plan))
+        return lambda: self._forward(size, plan)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.model.compute_logits(hidden)
@@ -438,19 +462,10 @@ class ModelRunner:
             return None
         if not draws.is_batch:
             hidden = hidden.index_select(0, self._inputs["last_tokens"][: len(draws.history.slots)])
-        sampled = self._greedy(hidden) if draws.metadata.only_greedy else None
+        sampled = self._greedy(hidden) if draws.metadata.only_greedy and draws.masks is None else None
         if sampled is None:
-            sampled = self.sampler.sample(self._logits(hidden), draws.metadata, draws.history)
+            sampled = self.sampler.sample(self._logits(hidden), draws.metadata, draws.history, draws.masks)
         return self._append(sampled)
-
-    def _sample_replayed(self, prepared: PreparedStep, logits: torch.Tensor) -> SamplerOutput | None:
-        """Draw from the logits [size, V] of a graph."""
-        draws = prepared.draws
-        if draws is None:
-            return None
-        count = len(draws.history.slots)
-        logits = logits[:count] if draws.is_batch else logits.index_select(0, self._inputs["last_tokens"][:count])
-        return self._append(self.sampler.sample(logits, draws.metadata, draws.history))
 
     def _append(self, sampled: SamplerOutput) -> SamplerOutput:
         """Append the drawn tokens to their rows, on the device."""
@@ -494,7 +509,8 @@ class ModelRunner:
             for begin in range(first, end, size):
                 stop = min(begin + size, end)
                 logits = self._logits(hidden[start + begin - first : start + stop - first])
-                chosen = batch.tokens[slot, begin + 1 : stop + 1]
+                # A copy: by the time that the download is made, the slot may be another's.
+                chosen = batch.tokens[slot, begin + 1 : stop + 1].clone()
                 parts.append(compute_logprobs(logits, chosen, with_top=num_top > 0))
             found.append(PromptLogprobs(slot, min(num_top, self.vocab_size), parts))
         return found

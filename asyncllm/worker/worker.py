@@ -308,7 +308,8 @@ class Worker:
     def _graph_sizes(self) -> list[int]:
         if self.config.device.enforce_eager or not self._ready(self._runtime).can_capture:
             return []
-        return graph_sizes(self.config.scheduler.max_num_seqs)
+        scheduler = self.config.scheduler
+        return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 
     def allocate_kv_cache(self, plan: KVCachePlan) -> None:
         """Allocate ``plan.num_blocks`` blocks and the null block, and the persistent batch.
@@ -335,7 +336,7 @@ class Worker:
             num_prompt_tokens=num_tokens,
             num_computed_tokens=0,
             block_ids=[0] * (num_tokens // block_size + 1),
-            sampling=EngineSampling(max_tokens=2),
+            sampling=EngineSampling(max_tokens=2, temperature=1.0),  # drawing is compiled as well, where it is
         )
         runner.execute(SchedulerOutput(-2, [0], [num_tokens], num_tokens, [request])).result()
         runner.execute(SchedulerOutput(-1, [0], [1], 1)).result()
@@ -462,7 +463,10 @@ class Worker:
             raise UsageError("a profile is being recorded already; stop_profile() ends it")
         self._profile_directory = Path(directory)
         self._profile_directory.mkdir(parents=True, exist_ok=True)
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities)
         profiler.start()
         self._profiler = profiler
 
@@ -486,11 +490,15 @@ class Worker:
             self._profiler.stop()
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
+        runtime = self._runtime
         self._profiler = self._runner = self._model = self._backend = self._threads_before = self._kernels = None
         self._runtime = self._checkpoint = self._spec = self._plan = self.device_memory = None
         self._kv_caches = []
         self._sleep_level = 0
         self._is_offloaded = False
+        if runtime is not None:  # in the caller's own process the allocator would keep it
+            runtime.drop_graphs()
+            runtime.empty_cache()
 
     def _ready(self, part: T | None) -> T:
         if part is None:

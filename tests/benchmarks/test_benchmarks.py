@@ -53,6 +53,25 @@ def test_import_cost() -> None:
     assert figures["bare"]["seconds"]["median"] <= figures["import"]["seconds"]["median"]
 
 
+@pytest.mark.model
+def test_structured_output(tmp_path: Path) -> None:
+    """On a suite of two schemas, one of which cannot be compiled."""
+    folder = tmp_path / "tests" / "draft7"
+    folder.mkdir(parents=True)
+    documents = [{"data": 5, "valid": True}, {"data": "x", "valid": False}]
+    cases = [
+        {"description": "small", "schema": {"type": "integer", "minimum": 0, "maximum": 9}, "tests": documents},
+        {"description": "not", "schema": {"not": {}}, "tests": []},
+    ]
+    (folder / "type.json").write_text(json.dumps(cases))
+    figures = run_benchmark("structured_output.py", "--suite", tmp_path, "--drafts", "draft7")["figures"]
+    assert figures["coverage"] == {
+        "schemas": 2, "compiled": 1, "valid_accepted": 1, "valid_refused": 0, "invalid_refused": 1,
+        "invalid_accepted": 0,
+    }  # fmt: skip
+    assert (figures["generated"]["schemas"], figures["generated"]["valid"]) == (1, 1)
+
+
 def test_scheduler() -> None:
     figures = run_benchmark("scheduler.py", "--running", 4, "--steps", 8)["figures"]
     assert figures["decode_4"]["step_us"] > 0

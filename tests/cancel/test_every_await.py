@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from asyncllm import AsyncLLM
@@ -59,7 +61,7 @@ async def test_reading_a_stream_in_a_with_block(llm: AsyncLLM, check: Check) -> 
 
 async def test_reading_a_stream_that_a_variable_holds(llm: AsyncLLM, check: Check) -> None:
     async def read() -> None:
-        stream = llm.stream("prompt", max_tokens=5)
+        stream = llm.stream("prompt", max_tokens=25)  # a busy machine brings several at once
         kept.append(stream)
         async for _ in stream:
             pass
@@ -90,6 +92,16 @@ async def test_a_refusal_by_the_thread(llm: AsyncLLM, check: Check) -> None:
     assert await at_every_await(generate, check) >= 1
 
 
+async def test_a_schema_of_a_type_that_is_made_in_a_thread(llm: AsyncLLM, check: Check) -> None:
+    """And a request that is cancelled while it waits for its grammar."""
+
+    async def generate() -> None:
+        schema = list[msgspec.defstruct("New", [("a", bool)])]  # pyright: ignore[reportInvalidTypeForm]
+        await llm.generate("prompt", schema=schema, max_tokens=40)
+
+    assert await at_every_await(generate, check) >= 2
+
+
 async def test_generate_in_a_burst(llm: AsyncLLM, check: Check) -> None:
     async def generate() -> None:
         session = llm._session
@@ -103,6 +115,17 @@ async def test_generate_in_a_burst(llm: AsyncLLM, check: Check) -> None:
 async def test_chat(llm: AsyncLLM, check: Check) -> None:
     async def chat() -> None:
         await llm.chat([{"role": "user", "content": "hello"}], max_tokens=4).completion()
+
+    assert await at_every_await(chat, check) >= 3
+
+
+async def test_chat_with_a_template_of_its_own(llm: AsyncLLM, check: Check) -> None:
+    """Every chat here brings a template that was never seen, which is compiled in a thread."""
+    numbers = itertools.count()
+
+    async def chat() -> None:
+        template = f"{{{{ messages[0].content }}}} <think> {next(numbers)}"
+        await llm.chat([{"role": "user", "content": "hello"}], chat_template=template, max_tokens=4).completion()
 
     assert await at_every_await(chat, check) >= 3
 

@@ -44,6 +44,12 @@ def test_quickstart_answers(smollm2_gguf: Path) -> None:
     assert "Paris" in run_example("quickstart.py", smollm2_gguf)
 
 
+@pytest.mark.model
+def test_structured_output_is_an_object(smollm2_gguf: Path) -> None:
+    out = run_example("structured_output.py", smollm2_gguf)
+    assert re.search(r"\n[1-5] of 5 stars, (good|mixed|bad)\n\+\d\d \d{3} \d{4} (red|green|blue)\n", out), out
+
+
 def test_fan_out_reuses_the_shared_prefix(tiny_llama: Path) -> None:
     out = run_example("fan_out.py", tiny_llama)
     found = re.search(r"200 answers in .* s\n(\d+)% of the prompt tokens came from the cache", out)
@@ -68,6 +74,13 @@ def test_trio_nursery(tiny_llama: Path) -> None:
 def test_offline_answers_in_order(tiny_llama: Path) -> None:
     lines = run_example("offline.py", tiny_llama).splitlines()
     assert [line.split(" is")[0] for line in lines] == [f"The square of {number}" for number in range(2, 34)]
+
+
+@pytest.mark.model
+def test_tools_are_called_and_their_results_used(smollm2_gguf: Path) -> None:
+    called, _, answer = run_example("tools.py", smollm2_gguf).partition("\n")
+    assert called.startswith("get_weather({'city': 'Paris'}) -> ")
+    assert "12 degrees" in answer
 
 
 # ------------------------------------------------------------------------------------------------- server-sent events

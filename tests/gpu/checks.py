@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ __all__ = ["graphs", "kernels", "parity", "sampler"]
 
 Step = list[tuple[int, int, int]]
 
-DTYPE_TO_TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Outputs are of the order of one: these are a few units of their last place."""
+DTYPE_TO_TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Outputs are up to 8: one unit of their last place in 16 bits. Sums of 2,048 keys at head dim 256 in float32 are off
+by 1.5e-5 in plain torch too."""
 
 
 # --------------------------------------------------------------------------------------------------------- the kernel
@@ -39,26 +41,38 @@ def kernels(rig: Rig) -> dict[str, Any]:
     cases = list(_cases(rig))
     failures: list[str] = []
     worst: dict[str, float] = {}
-    for case in cases:
+    for nth, case in enumerate(cases, 1):
         error = _attention_error(rig, **case)
         dtype: torch.dtype = case["dtype"]
         worst[str(dtype)] = max(worst.get(str(dtype), 0.0), error)
         if not error <= DTYPE_TO_TOLERANCE[dtype]:
             failures.append(f"error {error:.2e}: {case}")
+        print(json.dumps({"cases": nth, "largest_error": worst, "failures": failures}), flush=True)
     for name, check in {"alone": _alone_or_in_company, "whole": _whole_or_in_chunks}.items():
         failures += [f"{name}: {text}" for text in check(rig)]
     return {"cases": len(cases), "largest_error": worst, "failures": failures, "passed": not failures}
 
 
 def _cases(rig: Rig) -> Any:
-    dtypes = rig.pick([torch.bfloat16, torch.float16, torch.float32], [torch.float32])
-    dims, pages = rig.pick([64, 80, 128, 256], [16]), rig.pick([1, 16, 32, 256], [4, 16])
-    heads = rig.pick([(32, 8), (9, 3), (8, 1), (16, 16)], [(4, 2)])
-    for dtype, dim in itertools.product(dtypes, dims):
-        for page, (num_heads, kv_heads) in zip(itertools.cycle(pages), heads, strict=False):
-            for window in (None, 100):
-                where = {"dtype": dtype, "head_dim": dim, "block_size": page, "heads": num_heads}
-                yield {**where, "kv_heads": kv_heads, "window": window}
+    """Yield shapes: each is compiled anew, which takes seconds, so they are few and each differs in several ways."""
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    real = [
+        (bf16, 128, 16, (32, 8), None),
+        (bf16, 64, 16, (32, 8), None),
+        (f32, 128, 16, (32, 8), None),
+        (f16, 128, 16, (32, 8), None),
+        (bf16, 128, 16, (16, 16), 100),
+        (bf16, 64, 32, (9, 3), None),
+        (bf16, 256, 256, (8, 1), 100),
+        (bf16, 80, 1, (8, 2), None),
+        (f32, 64, 16, (9, 3), 100),
+        (bf16, 96, 7, (10, 2), None),
+        (f16, 256, 32, (16, 8), None),
+    ]
+    rehearsed = [(f32, 16, 4, (4, 2), None), (f32, 16, 16, (4, 2), 9)]
+    for dtype, dim, page, (num_heads, kv_heads), window in rig.pick(real, rehearsed):
+        where = {"dtype": dtype, "head_dim": dim, "block_size": page, "heads": num_heads}
+        yield {**where, "kv_heads": kv_heads, "window": window}
 
 
 def _spec(rig: Rig, **shape: Any) -> AttentionSpec:
@@ -159,7 +173,7 @@ def parity(rig: Rig, folder: Path) -> dict[str, Any]:
         prompts = [[(7 * i + 3 * n) % 250 for i in range(n)] for n in rig.pick([5, 130, 33, 600], [5, 40, 17])]
         count = rig.pick(64, 6)
         expected = _transformers_tokens(rig, path, prompts, count)
-        common = {**rig.engine_options, "dtype": "float32", "in_process": True}
+        common = {**rig.engine_options, "dtype": "float32", "in_process": True, "max_num_seqs": 8}
         ways: dict[str, dict[str, Any]] = {
             "together": {},
             "chunked": {"max_num_batched_tokens": 48},
@@ -228,7 +242,7 @@ def graphs(rig: Rig) -> dict[str, Any]:
             max_num_seqs=num_rows,
             max_num_batched_tokens=128,
             max_model_len=max(contexts) + num_steps + 2,
-            with_graphs=with_graphs,
+            sizes=[1, num_rows] if with_graphs else [],
         )
         for cache in runner.kv_caches:
             cache.normal_(std=0.5, generator=torch.Generator(rig.device).manual_seed(1))

@@ -27,7 +27,6 @@ from asyncllm.models.base import CausalLM
 from asyncllm.testing import EOS, write_tiny_checkpoint
 from asyncllm.wire.messages import EngineSampling
 from asyncllm.wire.step import NewRequest, SchedulerOutput
-from asyncllm.worker.cuda_graphs import graph_sizes
 from asyncllm.worker.device_runtime import DeviceRuntime, make_runtime
 from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.step_buffers import StepBuffers
@@ -151,11 +150,15 @@ class Rig:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        with_graphs: bool,
+        sizes: Sequence[int] = (),
         block_size: int = 16,
         backend: str = "triton",
     ) -> ModelRunner:
-        """Return a runner of ``model`` whose KV blocks hold small random numbers."""
+        """Return a runner of ``model`` whose KV blocks hold small random numbers; graphs are recorded of ``sizes``.
+
+        Compared with steps without a graph, a size must be the very number of rows: products take another path for
+        another one, and round otherwise.
+        """
         spec = AttentionSpec(
             num_layers=model.num_layers,
             num_heads=model.num_heads,
@@ -179,10 +182,9 @@ class Rig:
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=(EOS,),
-            graph_sizes=graph_sizes(max_num_seqs)[-2:] if with_graphs else [],
+            graph_sizes=sizes,
         )
-        if with_graphs:
-            runner.capture_graphs()
+        runner.capture_graphs()
         return runner
 
 

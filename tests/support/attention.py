@@ -156,7 +156,7 @@ def exact(
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    place = torch.arange(len(query))
+    place = torch.arange(len(query), device=query.device)
     hidden = place[None, :] > place[:, None]
     if window is not None:
         hidden |= place[None, :] <= place[:, None] - window

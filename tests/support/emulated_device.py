@@ -1,8 +1,9 @@
 """A device with memory of its own and recorded graphs, on the CPU: what a GPU makes of the runner, with real numbers.
 
 What is not kept to here would go wrong on a GPU without a word: a staging block is poisoned as soon as it was copied, a
-graph repeats the recorded operations on the same memory whatever Python would do by now, and an operation that would
-make the host wait for the device raises :class:`HostSync` while a graph is recorded.
+download is made as late as can be, a graph repeats the recorded operations on the same memory whatever Python would do
+by now, and an operation that would make the host wait for the device raises :class:`HostSync` while a graph is
+recorded.
 """
 
 from __future__ import annotations
@@ -68,12 +69,14 @@ class RecordedGraph:
                     old.copy_(new)
 
 
-class Snapshot:
+class Late:
+    """Copies that are made when somebody waits for them: a second stream may be as slow as that."""
+
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [tensor.clone() for tensor in tensors]
+        self._tensors = list(tensors)
 
     def wait(self) -> list[torch.Tensor]:
-        return self._tensors
+        return [tensor.clone() for tensor in self._tensors]
 
 
 class EmulatedRuntime(CpuRuntime):
@@ -102,7 +105,7 @@ class EmulatedRuntime(CpuRuntime):
         return torch.from_numpy(array.copy())
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        return Snapshot(tensors)
+        return Late(tensors)
 
     def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
         work()

@@ -103,7 +103,7 @@ def make_runner(
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         eos_token_ids=eos_token_ids,
-        graph_sizes=GRAPH_SIZES if on_device else [],
+        graph_sizes=[size for size in GRAPH_SIZES if on_device and size <= min(num_slots, max_num_batched_tokens)],
     )
     runner.capture_graphs()
     return runner

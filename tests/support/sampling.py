@@ -13,6 +13,7 @@ from asyncllm.sampling.columns import SamplingColumns
 from asyncllm.sampling.device_draw import DeviceDraw
 from asyncllm.sampling.penalties import TokenHistory
 from asyncllm.sampling.sampler import Sampler, SamplerOutput
+from asyncllm.sampling.token_mask import TokenMasks
 from asyncllm.wire.messages import EngineSampling, RareSampling
 
 
@@ -31,6 +32,7 @@ def sample(
     positions: Sequence[int] | None = None,
     eos_token_ids: tuple[int, ...] = (2,),
     kernels: Kernels | None = None,
+    masks: dict[int, bytes] | None = None,
     device_draw: DeviceDraw | None = None,
 ) -> SamplerOutput:
     """Sample one token per row; ``histories`` are (prompt, output) ids, ``positions`` stand for outputs of that length.
@@ -52,4 +54,5 @@ def sample(
         tokens[slot, : len(prompt) + len(output)] = [*prompt, *output]
     history = TokenHistory(torch.from_numpy(tokens), slots, prompt_lens, prompt_lens + output_lens)
     with torch.inference_mode():
-        return Sampler(kernels, device_draw).sample(logits.clone(), columns.select(slots), history)
+        row_masks = None if masks is None else TokenMasks(masks, torch.from_numpy)
+        return Sampler(kernels, device_draw).sample(logits.clone(), columns.select(slots), history, row_masks)

@@ -2,7 +2,7 @@
 
     errors, env, outputs, sampling_params, wire       stdlib and msgspec
     config, checkpoint                                those (checkpoint also reads files; no torch)
-    frontend, client, core, executor, testing         no torch; each its own libraries
+    frontend, client, core, structured, executor …    no torch; each its own libraries
     worker, models, layers, attention, ...            torch
 
 An import under ``TYPE_CHECKING`` binds nothing at run time and is free. What the rules promise, a caller's process
@@ -39,11 +39,12 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "checkpoint": ({"errors", "env"}, {"msgspec"}),
     "frontend": (BASE | {"checkpoint"}, {"msgspec", "tokenizers", "jinja2", "markupsafe", "anyio"}),
     "client": (BASE | {"checkpoint"}, {"msgspec", "zmq", "anyio", "sniffio"}),
-    "core": (BASE, {"msgspec", "zmq"}),
+    "core": (BASE | {"structured"}, {"msgspec", "zmq"}),
+    "structured": (BASE | {"checkpoint", "frontend"}, {"llguidance", "msgspec"}),
     "executor": (BASE | {"platforms"}, {"msgspec"}),
     "platforms": (BASE, {"msgspec", "torch", "psutil"}),
     "kernels": (BASE, {"torch", "numpy", "triton"}),
-    "attention": (BASE | {"kernels"}, {"torch", "numpy"}),
+    "attention": (BASE | {"kernels", "platforms"}, {"torch", "numpy", "flash_attn", "flash_attn_interface"}),
     "layers": (BASE | {"attention", "kernels"}, {"torch", "numpy"}),
     "loader": (BASE | {"checkpoint", "kernels"}, {"torch", "numpy", "safetensors"}),
     "models": (
@@ -266,7 +267,7 @@ def test_nothing_is_unpickled() -> None:
 # ------------------------------------------------------------------------------------------- the same, by importing it
 CALLER_SIDE = ("errors", "env", "config", "outputs", "sampling_params", "wire", "checkpoint", "frontend", "client")
 CALLER_FACES = ("async_llm", "token_stream", "llm", "llm_engine", "testing", "__main__")
-ENGINE_SIDE = ("core", "executor")
+ENGINE_SIDE = ("core", "executor", "structured")
 
 
 def modules_of(room: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -73,6 +74,44 @@ def test_chat_answers_each_line_until_the_end_of_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nagain\n"))
     assert cli.main(["chat", *model, "--system", "Be brief.", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out == "abcd\nabcd\n"
+
+
+def scripted(folder: Path, replies: dict[str, str], *options: str) -> list[str]:
+    script = f"executor_options={json.dumps({'replies': replies})}"
+    return [str(write_tiny_checkpoint(folder)), "-o", f"executor={SCRIPTED_EXECUTOR}", "-o", script, *options]
+
+
+def test_chat_shows_reasoning_apart_and_asks_for_what_calls_return(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = '<think>\nhm\n</think>\n\nOk.\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call>'
+    replies = {"sum?": call, "assistant\n7": "no", "tool\n7": "It is 7."}
+    model = scripted(tmp_path / "model", replies, "-o", "tool_parser=hermes", "-o", "reasoning_parser=think")
+    (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "add"}}]')
+    monkeypatch.setattr(sys, "stdin", io.StringIO("sum?\n7\n"))
+    assert cli.main(["chat", *model, "--tools", str(tmp_path / "tools.json")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Ok.\n→ add(a=1, b=[2])\nIt is 7.\n"
+    assert "\nhm" in captured.err
+    assert "tool_calls]" in captured.err
+
+
+def test_chat_shows_a_call_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = scripted(tmp_path / "model", {"sum?": "<tool_call>add(1)</tool_call>"}, "-o", "tool_parser=hermes")
+    (tmp_path / "tools.json").write_text('[{"name": "add"}]')
+    monkeypatch.setattr(sys, "stdin", io.StringIO("sum?\n"))
+    assert cli.main(["chat", *model, "--tools", str(tmp_path / "tools.json")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n→ add(1)\n"
+    assert "a call that cannot be read: the call is not valid JSON" in captured.err
+
+
+def test_tools_that_are_no_list(model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tools.json").write_text("{}")
+    assert cli.main(["chat", *model, "--tools", str(tmp_path / "tools.json")]) == 1
+    assert "is no JSON list of tools" in capsys.readouterr().err
 
 
 def test_a_question_that_is_too_long_is_told_and_the_next_one_answered(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import typing
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -51,13 +50,14 @@ def test_a_configuration_comes_as_an_object_or_as_options() -> None:
         make_config(config, {"max_num_seqs": 3})
 
 
-@pytest.mark.parametrize("options", [5, [("a", 1)], {1: 2}, {"messages": []}, {"tools": None}])
-def test_template_options_that_no_template_can_be_given(options: Any) -> None:
-    request = ChatRequest(
-        messages=[{"role": "user", "content": "x"}], params=SamplingParams(), template_options=options
-    )
-    with pytest.raises(InvalidParameterError, match="template_options"):
-        request.process(Mock(), None)
+def test_a_chat_that_needs_its_template_compiled_is_long() -> None:
+    inputs = Mock()
+    inputs.is_long_chat.return_value = inputs.has_long_params.return_value = False
+    request = ChatRequest(messages=[{"role": "user", "content": "x"}], params=SamplingParams())
+    inputs.chat.is_ready.return_value = False
+    assert request.is_long(inputs)
+    inputs.chat.is_ready.return_value = True
+    assert not request.is_long(inputs)
 
 
 def test_a_prompt_that_is_cut_is_long_whatever_its_length() -> None:

@@ -83,10 +83,10 @@ def _half_tiles(capability: int, dim: int, *, odd: bool) -> tuple[Tile, Tile]:
     if dim > 128:
         return Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)
     if dim <= 64:
-        return Tile(16, 64, 4, 2), Tile(128, 64, 8, 3)
+        return Tile(16, 64, 4, 2), Tile(128, 32, 8, 2) if odd and not 90 <= capability < 120 else Tile(128, 64, 8, 3)
     small = Tile(16, 32 if odd and capability in (86, 89) else 64, 4, 2)
     if odd:
-        return small, Tile(128 if 90 <= capability < 120 else 64, 32, 8, 2)
+        return small, Tile(128 if capability == 90 else 64, 32, 8, 2)
     return small, Tile(128, 64, 8, 3) if capability in (80, 90) else Tile(128, 32, 8, 2)
 
 

@@ -186,12 +186,13 @@ def test_shutdown_waits_for_the_steps_that_are_out_and_cancels_who_waits(tmp_pat
     assert notes(core)[-3:] == ["result 1", "shutdown", "shutdown"]
 
 
-def test_a_launch_that_fails_is_the_end_and_the_step_before_it_is_waited_for(tmp_path: Path) -> None:
+def test_a_launch_that_fails_is_the_end_and_the_tokens_of_the_step_before_it_come_first(tmp_path: Path) -> None:
     core = make_core(tmp_path)
     core.apply(request(1, max_tokens=9))
     step(core)
     assert isinstance(core.executor, Noting)
     core.executor.error = RuntimeError("out of order")
+    assert step(core).token_ids == [2]
     with pytest.raises(RuntimeError, match="out of order"):
         core.step()
     core.shutdown()

@@ -13,6 +13,7 @@ import pytest
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.config import EngineConfig
 from asyncllm.errors import CheckpointError, InvalidParameterError, PromptTooLongError, RequestTooLargeError
+from asyncllm.frontend.chat import ChatOptions
 from asyncllm.frontend.input_processor import InputProcessor
 from asyncllm.frontend.tokenizer import Tokenizer
 from asyncllm.sampling_params import SamplingParams
@@ -282,9 +283,10 @@ def test_long_chats_belong_in_a_thread(processor: InputProcessor) -> None:
 
 
 def test_chat(processor: InputProcessor) -> None:
-    text = processor.render_chat([{"role": "user", "content": "Hi"}])
-    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    ids = processor.process(text, add_special_tokens=False).prompt_token_ids
+    prompt = processor.chat.make_prompt([{"role": "user", "content": "Hi"}], ChatOptions())
+    assert prompt.text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.output is None
+    ids = processor.process(prompt.text, add_special_tokens=False).prompt_token_ids
     assert ids[0] == 258
 
 

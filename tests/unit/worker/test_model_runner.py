@@ -159,10 +159,16 @@ def test_a_row_that_is_not_finite_fails_alone(backend: str, params: EngineSampli
     assert driver.generate(COUNT) == {i: expected[i] for i in (0, 2, 3)}
 
 
-@pytest.mark.parametrize("chunk", [1000, 1, 4, 5])
-def test_r60_prompt_logprobs_cover_every_prompt_position_once_in_order(chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "chunk"),
+    [
+        *(("reference", chunk) for chunk in (1000, 1, 4, 5)),
+        pytest.param("device", 1, marks=pytest.mark.triton),  # as many new tokens as rows: no reason to replay a graph
+    ],
+)
+def test_r60_prompt_logprobs_cover_every_prompt_position_once_in_order(backend: str, chunk: int) -> None:
     def rows(chunk: int) -> tuple[list[int], list[float], list[int]]:
-        driver = Driver(make_runner())
+        driver = Driver(make_runner(backend=backend))
         driver.add(0, PROMPTS[0], sampling())
         request = driver.add(1, PROMPTS[3], sampling(prompt_logprobs=3))
         driver.generate(2, chunk=chunk)
@@ -190,6 +196,23 @@ def test_r60_prompt_logprobs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tokens()
     monkeypatch.setattr("asyncllm.worker.model_runner.PROMPT_LOGPROB_ELEMENTS", 5 * VOCAB)
     assert tokens() == whole == PROMPTS[3][1:]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_prompt_logprobs_are_those_of_a_request_whose_slot_another_has_by_now(num_top: int) -> None:
+    """Its chunk is out while it is preempted: the copy to the host may be made after the other's prompt came."""
+    driver = Driver(make_runner(backend="device"))
+    driver.add(0, PROMPTS[3], sampling(prompt_logprobs=num_top))
+    chunk = driver.runner.execute(driver.plan({0: 20}))
+    slot = driver.requests[0].slot
+    assert slot is not None
+    driver.release(0)
+    driver.add(1, PROMPTS[2], sampling())
+    driver.step({1: len(PROMPTS[2])})
+    assert driver.requests[1].slot == slot
+    rows = chunk.result().prompt_logprobs[slot]
+    assert rows.token_ids[:: 1 + num_top] == PROMPTS[3][1:21]
 
 
 def test_prompt_logprobs_are_not_reported_again_after_a_preemption_with_output() -> None:

@@ -260,7 +260,7 @@ def test_what_the_graphs_take_is_measured_on_the_largest_and_comes_off_the_block
     on_device: Callable[..., Started], runtime: CountedRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[list[int]] = []
-    monkeypatch.setattr("asyncllm.worker.worker.graph_sizes", lambda max_num_seqs: [1, 2, 4])
+    monkeypatch.setattr("asyncllm.worker.worker.graph_sizes", lambda max_num_rows: [1, 2, 4])
     monkeypatch.setattr(profile_run, "BYTES_PER_GRAPH", 4 << 10)
     monkeypatch.setattr(CpuAttention, "graphs", GraphSupport.DECODE)
     monkeypatch.setattr(CountedRuntime, "can_capture", True)
@@ -284,6 +284,19 @@ def test_what_the_graphs_take_is_measured_on_the_largest_and_comes_off_the_block
         assert captured[2] == [1, 2, 4]  # the old ones knew the old blocks
     with on_device(num_blocks=None, enforce_eager=True) as started:
         assert started.info.graph_sizes == []
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(16, 3), (3, 16)])
+def test_no_graph_has_more_rows_than_a_step(
+    on_device: Callable[..., Started], monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
+    """It would read and write beyond the ends of its inputs: each row has a token."""
+    monkeypatch.setattr(CpuAttention, "graphs", GraphSupport.DECODE)
+    monkeypatch.setattr(CountedRuntime, "can_capture", True)
+    monkeypatch.setattr(profile_run, "BYTES_PER_GRAPH", 4 << 10)
+    monkeypatch.setattr(ModelRunner, "capture_graphs", lambda *_: None)
+    with on_device(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens) as started:
+        assert started.info.graph_sizes == [1, 2, 3]
 
 
 @pytest.mark.parametrize("options", [{"max_num_batched_tokens": 1}, {"max_model_len": 2}, {"max_num_seqs": 1}])
