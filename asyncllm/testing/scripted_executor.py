@@ -285,30 +285,36 @@ class ScriptedExecutor(Executor):
         return output
 
     def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput) -> int:
-        drafts, row.drafts = row.drafts, ()
-        position = row.known - row.num_prompt - len(drafts)
+        position = row.known - row.num_prompt - len(row.drafts)
         row.known += 1
-        fails_at = self._fail_position if self._fail_key in _as_key(row.prompt) else -1
-        if position == fails_at:
+        if position == self._fail_position and self._fail_key in _as_key(row.prompt):
             output.failed[slot] = f"scripted: logits at output position {position} are not finite"
+            row.drafts = ()
             return -1
-        tokens = [self._token_at(row, position)]
-        for draft in drafts:
+        reply = row.reply
+        if position < len(reply):
+            token = reply[position]
+        else:
+            token = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
+        tokens = self._confirm(slot, row, position, token, output) if row.drafts else [token]
+        if row.sampling.logprobs >= 0:
+            output.logprobs[slot] = self._candidates(tokens, row.sampling.logprobs, row.sampling.logprob_token_ids)
+        return token
+
+    def _confirm(self, slot: int, row: _Row, position: int, token: int, output: ModelRunnerOutput) -> list[int]:
+        """Return ``token`` at ``position`` and those that follow it as far as the drafts are right."""
+        tokens, reply = [token], row.reply
+        fails_at = self._fail_position if self._fail_key in _as_key(row.prompt) else -1
+        for draft in row.drafts:
             position += 1
             if draft != tokens[-1] or position == fails_at:
                 break
-            tokens.append(self._token_at(row, position))
-        if drafts:
-            output.more_token_ids[slot] = tokens[1:]
-        if row.sampling.logprobs >= 0:
-            output.logprobs[slot] = self._candidates(tokens, row.sampling.logprobs, row.sampling.logprob_token_ids)
-        return tokens[0]
-
-    def _token_at(self, row: _Row, position: int) -> int:
-        reply = row.reply
-        if position < len(reply):
-            return reply[position]
-        return self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
+            is_beyond = position >= len(reply)
+            others = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
+            tokens.append(others if is_beyond else reply[position])
+        row.drafts = ()
+        output.more_token_ids[slot] = tokens[1:]
+        return tokens
 
     def _reply(self, new: NewRequest) -> list[int]:
         prompt = _as_key(new.token_ids[: new.num_prompt_tokens])

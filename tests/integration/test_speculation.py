@@ -103,7 +103,7 @@ def test_outputs_are_those_without_lookup(numbers: str, pool: str, tiny_llama: P
             for one in found:
                 assert 0 <= one.usage.accepted_draft_tokens <= one.usage.proposed_draft_tokens
         stats = llm.stats()
-        assert stats.num_accepted_drafts > (50 if pool == "in chunks" else 200)  # where steps have little room
+        assert stats.num_accepted_drafts > (50 if pool == "in chunks" else 150)  # where steps have little room
         assert (stats.num_preemptions > 0) == (pool == "preempted")
 
 
@@ -127,7 +127,7 @@ def test_the_last_token_may_be_any_of_a_run(tiny_llama: Path) -> None:
 
 def test_the_engine_option_is_for_requests_that_do_not_say(tiny_llama: Path) -> None:
     with LLM(tiny_llama, in_process=True, num_threads=1, max_model_len=160, prompt_lookup_num_tokens=6) as llm:
-        assert (llm.info.prompt_lookup_num_tokens, llm.info.prompt_lookup_step_tokens) == (6, 64)
+        assert (llm.info.prompt_lookup_num_tokens, llm.info.prompt_lookup_step_tokens) == (6, 32)
         options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
         silent, refusing = (
             llm.generate(PROMPTS[:1], SamplingParams(prompt_lookup_num_tokens=k, **options))[0] for k in (None, 0)
