@@ -53,13 +53,15 @@ if TYPE_CHECKING:
         ToolCallDelta,
         Usage,
     )
+    from asyncllm.prefix import Prefix
     from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
-    from asyncllm.token_stream import TokenStream
+    from asyncllm.token_stream import Branches, TokenStream
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncLLMError",
+    "Branches",
     "Channel",
     "ChatTemplateError",
     "CheckpointError",
@@ -80,6 +82,7 @@ __all__ = [
     "MissingDependencyError",
     "ModelError",
     "ModelNotFoundError",
+    "Prefix",
     "PromptTooLongError",
     "RepetitionDetectionParams",
     "RequestError",
@@ -116,8 +119,9 @@ _MODULE_TO_NAMES = {
         "ToolCallDelta",
         "Usage",
     ),
+    "prefix": ("Prefix",),
     "sampling_params": ("RepetitionDetectionParams", "SamplingParams"),
-    "token_stream": ("TokenStream",),
+    "token_stream": ("Branches", "TokenStream"),
 }
 _NAME_TO_MODULE = {name: module for module, names in _MODULE_TO_NAMES.items() for name in names}
 

@@ -13,18 +13,31 @@ from asyncllm.frontend.chat import ChatOptions
 from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
-    from asyncllm.frontend.input_processor import InputProcessor, ProcessedRequest
+    from collections.abc import Awaitable, Callable
 
-__all__ = ["ChatOptions", "ChatRequest", "Message", "PromptRequest", "SamplingOptions", "make_config", "make_params"]
+    from asyncllm._session import Session
+    from asyncllm.frontend.input_processor import InputProcessor, ProcessedRequest
+    from asyncllm.token_stream import StreamInbox, StreamOwner, TokenStream
+
+__all__ = [
+    "BranchOptions",
+    "ChatOptions",
+    "ChatRequest",
+    "Message",
+    "PromptRequest",
+    "RequestPath",
+    "SamplingOptions",
+    "make_config",
+    "make_params",
+]
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": "Hello"}``; what else it may hold depends on the model's chat template."""
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The fields of :class:`asyncllm.SamplingParams` as keywords."""
+class BranchOptions(TypedDict, total=False):
+    """The fields of :class:`asyncllm.SamplingParams` as keywords, but for ``n``."""
 
-    n: int
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -58,11 +71,19 @@ class SamplingOptions(TypedDict, total=False):
     spaces_between_special_tokens: bool
 
 
+class SamplingOptions(BranchOptions, total=False):
+    """The fields of :class:`asyncllm.SamplingParams` as keywords."""
+
+    n: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    prefix_id: int = 0
+    """The engine's id of a request or pin whose blocks this shares as far as both begin with the same tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +91,8 @@ class PromptRequest(_Request):
     """A request whose prompt is a text or token ids."""
 
     prompt: str | Sequence[int]
+    num_after: int = 0
+    """So many ids at the end of the prompt are output that was delivered: the text goes on after them."""
 
     def is_long(self, inputs: InputProcessor) -> bool:
         """Return whether :meth:`process` takes so long that an event loop should leave it to a thread."""
@@ -82,7 +105,13 @@ class PromptRequest(_Request):
         :raises RequestError: something is wrong with the request.
         """
         return inputs.process(
-            self.prompt, self.params, request_id=request_id, priority=self.priority, cache_salt=self.cache_salt
+            self.prompt,
+            self.params,
+            request_id=request_id,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            prefix_id=self.prefix_id,
+            num_after=self.num_after,
         )
 
 
@@ -115,8 +144,28 @@ class ChatRequest(_Request):
             priority=self.priority,
             cache_salt=self.cache_salt,
             add_special_tokens=False,
+            prefix_id=self.prefix_id,
             output=prompt.output,
         )
+
+
+class RequestPath:
+    """The async facade's way of a request, as bound methods, for those who make requests in its name."""
+
+    def __init__(
+        self,
+        owner: StreamOwner,
+        *,
+        started: Callable[[], Awaitable[Session]],
+        claim: Callable[[str | None, int, Callable[[str, int, int], StreamInbox]], StreamInbox],
+        open_stream: Callable[[PromptRequest | ChatRequest, str | None], TokenStream],
+        admit: Callable[[PromptRequest | ChatRequest, StreamInbox], Awaitable[None]],
+    ) -> None:
+        self.owner = owner
+        self.started = started
+        self.claim = claim
+        self.open_stream = open_stream
+        self.admit = admit
 
 
 def make_params(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:

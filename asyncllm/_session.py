@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from asyncllm._event_loop import current_event_loop
-from asyncllm.errors import AsyncLLMError, EngineDeadError, UsageError
+from asyncllm.errors import AsyncLLMError, EngineDeadError, RequestTooLargeError, UsageError
 
 if TYPE_CHECKING:
     from asyncllm._event_loop import EventLoop
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncllm.frontend.input_processor import InputProcessor, ProcessedRequest
     from asyncllm.frontend.output_processor import OutputProcessor
     from asyncllm.token_stream import StreamInbox
+    from asyncllm.wire.messages import PinPrefix
 
 __all__ = ["Session"]
 
@@ -81,6 +82,7 @@ class Session:
         self._closed: anyio.Event | None = None  # set once nothing is left of a closed engine
         self._reader: _Reader | None = None
         self.pace = Pace()
+        self._pin_to_num_blocks: dict[int, int] = {}
         self._idle: anyio.Event | None = None  # set when the table gets empty, while somebody drains
 
     # --------------------------------------------------------------------------------------------- the loop it lives on
@@ -174,6 +176,30 @@ class Session:
         """Leave the requests of ``inbox`` out of steps, or take them in again. Any thread."""
         if inbox.request is not None:
             self.client.park_requests(inbox.request.live_engine_ids, parked)
+
+    def pin(self, pin: PinPrefix, max_fraction: float) -> None:
+        """Have the engine keep the blocks of a prefix, if it pins at most ``max_fraction`` of its blocks then.
+
+        :raises RequestTooLargeError: with those that are pinned already they are more than may be.
+        """
+        info = self.client.info
+        num_blocks, limit = -(-len(pin.token_ids) // info.block_size), int(info.num_blocks * max_fraction)
+        num_pinned = sum(self._pin_to_num_blocks.values())
+        if num_pinned + num_blocks > limit:
+            raise RequestTooLargeError(
+                f"the prefix of {len(pin.token_ids)} tokens takes {num_blocks} KV blocks; {limit} of the engine's "
+                f"{info.num_blocks} may be pinned (max_pinned_fraction), and {num_pinned} are",
+                parameter="prefix",
+                value=num_blocks,
+                limit=limit - num_pinned,
+            )
+        self.client.pin_prefix(pin)
+        self._pin_to_num_blocks[pin.pin_id] = num_blocks
+
+    def unpin(self, pin_id: int) -> None:
+        """Have the engine let go of a prefix. Any thread, idempotent, never raises."""
+        if self._pin_to_num_blocks.pop(pin_id, None) is not None:
+            self.client.unpin_prefix(pin_id)
 
     def end(self, inbox: StreamInbox) -> None:
         """Drop the requests of ``inbox`` in the engine and deliver what is held, with finish reason ``abort``."""

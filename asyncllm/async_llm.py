@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import anyio.to_thread
 
 from asyncllm._event_loop import current_event_loop
+from asyncllm._fan_out import FanOut
 from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._start import SharedStart
 from asyncllm.errors import ConfigError, DuplicateRequestError, UsageError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Unpack
 
+    from asyncllm._fan_out import MakeInbox
     from asyncllm._request import Message, SamplingOptions
     from asyncllm._session import Session
     from asyncllm.config import EngineConfig
@@ -39,7 +41,7 @@ __all__ = ["AsyncLLM", "run"]
 T = TypeVar("T")
 
 
-class AsyncLLM:
+class AsyncLLM(FanOut):
     """A model in an engine process of its own; works the same under asyncio, uvloop and trio.
 
     ``model`` is a Hugging Face folder, a ``.gguf`` file or an id in the local Hugging Face cache; ``engine_options``
@@ -298,7 +300,7 @@ class AsyncLLM:
         session.pace.spend(began)
         return TokenStream(inbox, None, self)
 
-    def _claim(self, request_id: str | None, num_samples: int) -> StreamInbox:
+    def _claim(self, request_id: str | None, num_samples: int, make_inbox: MakeInbox = StreamInbox) -> StreamInbox:
         """Return the inbox of a new request under ``request_id``."""
         if request_id is None:
             request_id = f"{self._name_prefix}{next(self._counter)}"
@@ -312,7 +314,7 @@ class AsyncLLM:
                 value=request_id,
                 request_id=request_id,
             )
-        inbox = StreamInbox(request_id, num_samples, self.config.frontend.max_buffered_tokens)
+        inbox = make_inbox(request_id, num_samples, self.config.frontend.max_buffered_tokens)
         self._streams[request_id] = inbox
         return inbox
 

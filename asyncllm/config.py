@@ -82,6 +82,8 @@ class CacheConfig:
     on a CPU."""
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal token prefixes."""
+    max_pinned_fraction: float = 0.5
+    """Share of the KV blocks that pinned prefixes may take (``llm.prefix``)."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = AUTO
     """How keys and values are stored. ``auto``: as ``dtype``; ``int8``: a scale for each token and head."""
 
@@ -98,6 +100,8 @@ class CacheConfig:
             _refuse("memory_fraction", self.memory_fraction, "in (0, 1]")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             _refuse("gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")
+        if not 0.0 <= self.max_pinned_fraction <= 1.0:
+            _refuse("max_pinned_fraction", self.max_pinned_fraction, "in [0, 1]")
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from asyncllm._progress import make_bar
 from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._sync_session import SyncSession
 from asyncllm.errors import EngineDeadError, InvalidParameterError, UsageError
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from asyncllm.wire.messages import EngineInfo, SchedulerStats
 
 __all__ = ["LLM"]
+
+ENGINE_THREADS = "asyncllm-worker"
+"""How the names of those threads begin that an engine in this process has (:mod:`asyncllm.executor.uniproc`)."""
 
 
 class _Batch:
@@ -175,7 +178,7 @@ class LLM:
     ) -> list[Completion]:
         self._session.check()
         processed = [request.process(self._session.inputs, None) for request in requests]
-        bar = _make_bar(len(processed), progress)
+        bar = make_bar(len(processed), progress)
         batch = _Batch(len(processed), bar)
         try:
             self._do_soon(lambda: self._submit(processed, batch))
@@ -231,7 +234,7 @@ class LLM:
     def _must_sleep(self) -> bool:
         if not self._session.is_sleeping or self._work:
             return False
-        if threading.active_count() == 1:
+        if not any(_may_call(thread) for thread in threading.enumerate()):
             raise UsageError("the engine sleeps, and no other thread could wake it up; call wake_up() first")
         return True
 
@@ -341,6 +344,13 @@ def _as_prompts(prompts: Any) -> list[str | Sequence[int]]:
     return [many] if len(many) and not isinstance(many[0], (str, Sequence)) else list(many)
 
 
+def _may_call(thread: threading.Thread) -> bool:
+    """Return whether ``thread`` is another one than this, an engine's in this process, and the one of progress bars."""
+    if thread is threading.current_thread() or type(thread).__module__ == "tqdm._monitor":
+        return False
+    return not thread.name.startswith(ENGINE_THREADS)
+
+
 def _as_conversations(messages: Any) -> list[Sequence[Message]]:
     if not isinstance(messages, Sequence):
         raise InvalidParameterError(f"messages is a {type(messages).__name__}; it must be a list of messages")
@@ -363,14 +373,3 @@ def _as_params(
             )
         return list(params)
     return [make_params(params, sampling)] * count
-
-
-def _make_bar(total: int, progress: bool | None) -> Any:
-    """Return a progress bar on stderr, ``None`` where none is wanted."""
-    if not total or not (sys.stderr.isatty() if progress is None else progress):
-        return None
-    from tqdm import tqdm
-
-    # Without a monitor_interval of 0, tqdm starts a thread that lives as long as the process.
-    bar = type("Bar", (cast("type[Any]", tqdm),), {"monitor_interval": 0})
-    return bar(total=total, unit="prompt", dynamic_ncols=True)

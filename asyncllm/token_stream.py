@@ -25,13 +25,16 @@ from asyncllm.errors import AsyncLLMError, UsageError
 from asyncllm.outputs import Completion, FinishReason, TokenDelta, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
     from types import TracebackType
+    from typing import Unpack
 
     from asyncllm._event_loop import EventLoop
+    from asyncllm._request import BranchOptions
     from asyncllm.frontend.output_processor import RequestState
+    from asyncllm.sampling_params import SamplingParams
 
-__all__ = ["StreamInbox", "TokenStream"]
+__all__ = ["Branches", "StreamInbox", "StreamOwner", "TokenStream"]
 
 
 class StreamPort(Protocol):
@@ -45,6 +48,23 @@ class StreamPort(Protocol):
 
     def park(self, inbox: StreamInbox, parked: bool) -> None:
         """Leave the request of ``inbox`` out of steps, or take it in again."""
+
+
+class StreamOwner(Protocol):
+    """What a stream needs of the facade that made it, which it keeps alive."""
+
+    def fork(
+        self,
+        source: TokenStream,
+        n: int | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        index: int = 0,
+        cache_salt: str | None = None,
+        **sampling: Unpack[BranchOptions],
+    ) -> Branches:
+        """Return streams that go on from where ``source`` is."""
+        ...
 
 
 class StreamInbox:
@@ -177,6 +197,13 @@ class StreamInbox:
             samples = [_without(sample.completion(usage), self.undelivered) for sample in request.samples]
         return msgspec.structs.replace(samples[0], samples=samples)
 
+    def yielded_ids(self, index: int) -> list[int]:
+        """Return the ids of a sample that the reader has taken; the request was sent."""
+        assert self.request is not None
+        sample = self.request.samples[index]
+        waiting = sum(len(delta.token_ids) for delta in (*self.items, *self.undelivered) if delta.index == index)
+        return sample.token_ids[: sample.num_put - waiting]
+
     def _usage_now(self) -> Usage:
         """Return what is known of the request's cost; nothing where it was not sent."""
         if self.request is None:
@@ -213,7 +240,7 @@ class TokenStream:
 
     __slots__ = ("__weakref__", "_admit", "_inbox", "_is_read", "_owner")
 
-    def __init__(self, inbox: StreamInbox, admit: Callable[[], Awaitable[None]] | None, owner: object) -> None:
+    def __init__(self, inbox: StreamInbox, admit: Callable[[], Awaitable[None]] | None, owner: StreamOwner) -> None:
         self._inbox = inbox
         self._admit = admit  # sends the request, where that could not be done at once
         self._owner = owner  # keeps the engine alive
@@ -322,6 +349,28 @@ class TokenStream:
         else:
             inbox.end_unsent()
 
+    def fork(
+        self,
+        n: int | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        index: int = 0,
+        **sampling: Unpack[BranchOptions],
+    ) -> Branches:
+        """Return ``n`` streams that go on after the last token that this one has yielded, which goes on as well.
+
+        Each is a request of its own whose prompt is the prompt and the output so far; see
+        :meth:`asyncllm.AsyncLLM.fork`. ``index``: which sample, of a stream with several.
+
+        :raises UsageError: the request of this stream was not sent yet.
+        """
+        return self._owner.fork(self, n, params, index=index, **sampling)
+
+    @property
+    def inbox(self) -> StreamInbox:
+        """What the stream reads from; for this package."""
+        return self._inbox
+
     async def aclose(self) -> None:
         """Abort the request if it has not ended; the same as :meth:`cancel`. Never suspends."""
         self._inbox.discard()
@@ -357,6 +406,23 @@ class TokenStream:
         inbox = self._inbox
         state = "discarded" if inbox.discarded else "ended" if inbox.ended else "running" if inbox.port else "pending"
         return f"<TokenStream {self.request_id!r} {state}>"
+
+
+class Branches(list[TokenStream]):
+    """The streams of a fork, in order; as ``async with`` block, leaving it aborts those that have not ended."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Abort all of them now. Idempotent; from any task or thread, and harmless after the end."""
+        for stream in self:
+            stream.cancel()
 
 
 _NOT_ALL = "the stream was cancelled before all of it was delivered"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,6 +39,7 @@ __all__ = [
     "KVCache",
     "StepField",
     "StepLimits",
+    "copy_along",
     "side_by_side",
     "why_not_in_torch",
 ]
@@ -180,6 +181,13 @@ class AttentionBackend(ABC):
         never reads past the end does nothing.
         """
 
+    @abstractmethod
+    def copy_blocks(self, caches: list[KVCache], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy blocks ``sources`` to ``targets`` [int64, on the device] in all layers, bit for bit.
+
+        All are read before any is written, so a block may be in both; no target is there twice.
+        """
+
     def step_fields(self, limits: StepLimits) -> list[StepField]:
         """Return the arrays that :meth:`plan` writes for the device; asked once, before :meth:`allocate`."""
         return []
@@ -221,6 +229,12 @@ class AttentionBackend(ABC):
 
         ``window``: a token sees itself and ``window - 1`` tokens before it; ``None`` for all.
         """
+
+
+def copy_along(dim: int, caches: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copy, in each cache, the blocks ``sources`` along ``dim`` to ``targets``; all are read before any is written."""
+    for cache in caches:
+        cache.index_copy_(dim, targets, cache.index_select(dim, sources))
 
 
 def side_by_side(rows: torch.Tensor) -> torch.Tensor:

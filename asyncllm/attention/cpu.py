@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch, why_not_in_torch
+from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch, copy_along, why_not_in_torch
 
 __all__ = ["CpuAttention"]
 
@@ -131,6 +131,10 @@ class CpuAttention(AttentionBackend):
         for cache in caches:
             for block in block_ids:
                 torch.nan_to_num_(cache[:, block], nan=0.0, posinf=0.0, neginf=0.0)
+
+    def copy_blocks(self, caches: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy blocks of keys and values."""
+        copy_along(1, caches, sources, targets)
 
     def plan(self, batch: FlatBatch) -> Plan:
         """Return the step's plan; O(rows) numpy work, the groups are made by the first layer of each window."""

@@ -26,6 +26,7 @@ from asyncllm.attention.base import (
     GraphSupport,
     StepField,
     StepLimits,
+    copy_along,
     side_by_side,
 )
 from asyncllm.attention.flash_attn_packages import PrefillRows, Rows, choose_block_size, choose_package
@@ -98,6 +99,10 @@ class FlashAttention(AttentionBackend):
         spec = self.spec
         shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)]
+
+    def copy_blocks(self, caches: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy blocks of keys and values."""
+        copy_along(1, caches, sources, targets)
 
     def step_fields(self, limits: StepLimits) -> list[StepField]:
         """Return where mixed steps have their rows and tokens, and the sums of the lengths of those with more."""

@@ -63,6 +63,12 @@ class NativeAttention(AttentionBackend):
                 if not all(part.isfinite().all() for part in self._kernels.read_kv(self._shape, cache, slots)):
                     blocks[block_id] = 0
 
+    def copy_blocks(self, caches: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole blocks, with the scales of those that have some."""
+        for cache in caches:
+            blocks = cache.view(-1, self._kernels.kv_block_bytes(self._shape))
+            blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+
     def plan(self, batch: FlatBatch) -> Batch:
         """Return the arrays of the step as the library takes them; the token ids are the model's to fill in."""
         return Batch(

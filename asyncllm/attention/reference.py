@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch, why_not_in_torch
+from asyncllm.attention.base import AttentionBackend, AttentionSpec, FlatBatch, copy_along, why_not_in_torch
 
 __all__ = ["ReferenceAttention"]
 
@@ -44,6 +44,12 @@ class ReferenceAttention(AttentionBackend):
             )
             for _ in range(spec.num_layers)
         ]
+
+    def copy_blocks(self, caches: list[Cache], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy blocks of keys and values."""
+        size = self.spec.block_size
+        for cache in caches:
+            copy_along(0, [rows.view(-1, size, *rows.shape[1:]) for rows in cache], sources, targets)
 
     def plan(self, batch: FlatBatch) -> FlatBatch:
         """Return the batch itself: nothing is prepared."""

@@ -21,6 +21,7 @@ from asyncllm.attention.base import (
     GraphSupport,
     StepField,
     StepLimits,
+    copy_along,
     side_by_side,
 )
 from asyncllm.attention.work_list import LARGE_CHUNK, SMALL_CHUNK, WorkList, WorkListLimits
@@ -112,6 +113,10 @@ class TritonAttention(AttentionBackend):
             self._allocate_scratch(self._work)
         shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return [torch.zeros(shape, dtype=spec.kv_format.dtype, device=spec.device) for _ in range(spec.num_layers)]
+
+    def copy_blocks(self, caches: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy blocks of keys and values."""
+        copy_along(1, caches, sources, targets)
 
     def step_fields(self, limits: StepLimits) -> list[StepField]:
         """Return the arrays of the work list."""

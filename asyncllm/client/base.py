@@ -1,7 +1,7 @@
 """The border between front end and engine, as the front end sees it.
 
-Sending is the same for every client and never blocks and never awaits: add, abort, finish, park. How outputs arrive
-differs: :class:`InprocClient` steps the engine itself, :class:`SyncMPClient` blocks, :class:`AsyncMPClient` awaits.
+Sending is the same for every client and never blocks and never awaits: add, abort, finish, park, pin. How outputs
+arrive differs: :class:`InprocClient` steps the engine, :class:`SyncMPClient` blocks, :class:`AsyncMPClient` awaits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from asyncllm.client.async_mp import AsyncMPClient
     from asyncllm.config import EngineConfig
-    from asyncllm.wire.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo
+    from asyncllm.wire.messages import EngineCoreOutputs, EngineCoreRequest, EngineInfo, PinPrefix
 
 __all__ = ["EngineCoreClient", "ReportStartup", "SyncEngineCoreClient"]
 
@@ -76,6 +76,14 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def park_requests(self, request_ids: Sequence[int], parked: bool) -> None:
         """Leave requests out of steps until called again with ``parked=False``. Never raises, never awaits."""
+
+    @abstractmethod
+    def pin_prefix(self, pin: PinPrefix) -> None:
+        """Have the engine keep the blocks of a prefix; before the requests that name it. Never raises, never awaits."""
+
+    @abstractmethod
+    def unpin_prefix(self, pin_id: int) -> None:
+        """Have the engine let go of a prefix; an unknown id is ignored. Never raises, never awaits."""
 
 
 class SyncEngineCoreClient(EngineCoreClient):

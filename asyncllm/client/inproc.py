@@ -16,6 +16,8 @@ from asyncllm.wire.messages import (
     EngineInfo,
     FinishRequests,
     ParkRequests,
+    PinPrefix,
+    UnpinPrefixes,
 )
 
 if TYPE_CHECKING:
@@ -74,6 +76,14 @@ class InprocClient(SyncEngineCoreClient):
     def park_requests(self, request_ids: Sequence[int], parked: bool) -> None:  # noqa: D102
         if self._core is not None:
             self._core.apply(ParkRequests(list(request_ids), parked))
+
+    def pin_prefix(self, pin: PinPrefix) -> None:  # noqa: D102
+        if self._core is not None:
+            self._core.apply(pin)
+
+    def unpin_prefix(self, pin_id: int) -> None:  # noqa: D102
+        if self._core is not None:
+            self._core.apply(UnpinPrefixes([pin_id]))
 
     # -------------------------------------------------------------------------------------------------------- receiving
     def get_output(self) -> EngineCoreOutputs:

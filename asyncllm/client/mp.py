@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Self
 
 from asyncllm.client.base import EngineCoreClient
 from asyncllm.errors import EngineDeadError
-from asyncllm.wire.messages import AbortRequests, EngineCoreRequest, FinishRequests, ParkRequests
+from asyncllm.wire.messages import (
+    AbortRequests,
+    EngineCoreRequest,
+    FinishRequests,
+    ParkRequests,
+    PinPrefix,
+    UnpinPrefixes,
+)
 
 if TYPE_CHECKING:
     import weakref
@@ -54,6 +61,14 @@ class MPClient(EngineCoreClient):
     def park_requests(self, request_ids: Sequence[int], parked: bool) -> None:  # noqa: D102
         if request_ids and self._connection is not None:
             self._connection.send(ParkRequests(list(request_ids), parked))
+
+    def pin_prefix(self, pin: PinPrefix) -> None:  # noqa: D102
+        if self._connection is not None:
+            self._connection.send(pin)
+
+    def unpin_prefix(self, pin_id: int) -> None:  # noqa: D102
+        if self._connection is not None:
+            self._connection.send(UnpinPrefixes([pin_id]))
 
     def _started(self) -> EngineConnection:
         if self._connection is None or not self._is_ready:

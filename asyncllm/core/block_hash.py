@@ -16,13 +16,18 @@ from hashlib import sha256
 
 import msgspec
 
-__all__ = ["BlockKey", "ExtraKeys", "HashFunction", "hash_block", "make_block_key", "root_hash"]
+__all__ = ["BlockKey", "ExtraKeys", "HashFunction", "extra_keys", "hash_block", "make_block_key", "root_hash"]
 
 ExtraKeys = tuple[tuple[str, str], ...]
 """(tag, value) pairs, such as ``("salt", "tenant-7")``."""
 
 HashFunction = Callable[[bytes, bytes], bytes]
 """``hash(parent, content)``; tests put a poor one here."""
+
+
+def extra_keys(cache_salt: str | None) -> ExtraKeys:
+    """Return the extra keys of a request."""
+    return () if cache_salt is None else (("salt", cache_salt),)
 
 
 class BlockKey(msgspec.Struct, frozen=True, gc=False):

@@ -29,7 +29,9 @@ from asyncllm.wire.messages import (
     FinishedRequest,
     FinishRequests,
     ParkRequests,
+    PinPrefix,
     SchedulerStats,
+    UnpinPrefixes,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ PROFILE_DIR = "asyncllm-profile"
 SLEEP_LEVELS = (1, 2)
 """1: the weights of a GPU go to the host, those of a CPU stay; 2: they are dropped and read from the disk again."""
 
-SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests
+SchedulerInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests | PinPrefix | UnpinPrefixes
 
 UTILITIES = frozenset(
     {
@@ -137,8 +139,12 @@ class EngineCore:
             self.clock.drop(message.request_ids)
         elif isinstance(message, FinishRequests):
             self.scheduler.finish_requests(message.request_ids)
-        else:
+        elif isinstance(message, ParkRequests):
             self.scheduler.park_requests(message.request_ids, message.parked)
+        elif isinstance(message, PinPrefix):
+            self.scheduler.pin_prefix(message)
+        else:
+            self.scheduler.unpin_prefixes(message.pin_ids)
 
     def _compile(self, message: EngineCoreRequest) -> None:
         """Have the grammar of a request compiled on a thread; the request waits in the scheduler."""
@@ -275,7 +281,7 @@ class EngineCore:
     def pause(self) -> Future[None]:
         """Run no step until :meth:`resume`; requests are kept and taken in. Answer once no step is out."""
         self.scheduler.paused = True
-        return self._answer_when(not self._steps_out, self._pauses)
+        return self._answer_when(not (self._steps_out or self._settled), self._pauses)
 
     def resume(self) -> None:
         """Run steps again."""
@@ -311,7 +317,8 @@ class EngineCore:
 
     def drain(self) -> Future[None]:
         """Answer once no request is left and no step is out; paused, parked and sleeping requests count as well."""
-        return self._answer_when(not self._steps_out and not self.scheduler.has_unfinished(), self._drains)
+        is_empty = not (self._steps_out or self._settled or self.scheduler.has_unfinished())
+        return self._answer_when(is_empty, self._drains)
 
     def check_health(self) -> None:
         """Return if every worker lives.

@@ -11,8 +11,9 @@ each layer writes the keys and values of all rows before any row reads them (:mo
 
 What a request gives back while steps are out is *leaving*: nobody gets it before the newest of those steps has ended.
 
-Invariant: a block that the cache or a second request knows is never written again. A hit therefore covers whole blocks
-and leaves at least one token to compute.
+Invariant: tokens that the cache or a second request knows are never written again. A hit of the cache therefore covers
+whole blocks and leaves at least one token to compute; what else a branch or a pinned prefix finds in a block that is
+filled in part (:mod:`asyncllm.core.block_holds`) is copied before the step writes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncllm.core.block_hash import BlockKey, ExtraKeys, HashFunction, hash_block, make_block_key, root_hash
+from asyncllm.core.block_holds import BlockHolds
 from asyncllm.core.block_pool import BlockPool
 from asyncllm.core.request import NEVER, Request
 
@@ -42,6 +44,15 @@ class Leaving(NamedTuple):
     num_found_blocks: int
 
 
+class _Prefix(NamedTuple):
+    """What a request need not compute: ``num_tokens``, in whole blocks and at the begin of ``source`` (0: none)."""
+
+    block_ids: list[int]
+    parent: ExtraKeys | int | None
+    num_tokens: int
+    source: int = 0
+
+
 class KVCacheManager:
     """Gives blocks to requests and takes them back."""
 
@@ -51,37 +62,47 @@ class KVCacheManager:
         self.enable_prefix_caching = config.enable_prefix_caching
         self._hash_function = hash_function
         self._leaving: deque[Leaving] = deque()
+        self.holds = BlockHolds(self.pool, self.block_size)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def reads_cache(self, request: Request) -> bool:
-        """Return whether a request may skip tokens; one that wants logprobs of its prompt has to compute them all."""
+        """Return whether a request looks in the cache; one that wants logprobs of its prompt has to compute it all."""
         return self.enable_prefix_caching and request.sampling.prompt_logprobs < 0
+
+    def branch(self, request: Request, parent: Request) -> None:
+        """Keep for ``request``, which waits, what ``parent`` has of its tokens."""
+        if request.sampling.prompt_logprobs < 0:
+            self.cache_full_blocks(parent)  # for the chain: the request finds there what it holds
+            self.holds.branch(request, parent)
 
     # ---------------------------------------------------------------------------------------------- blocks of a request
     def allocate(self, request: Request, headroom: int = 0) -> bool:
-        """Give a request blocks for all its tokens, a cached prefix first, if ``headroom`` more stay free after it.
+        """Give a request blocks for all its tokens, a known prefix first, if ``headroom`` more stay free after it.
 
-        Its tokens are those whose ids are known here. Sets ``num_computed_tokens`` to what the prefix holds. ``False``,
-        and nothing done, if too few blocks are free.
+        Its tokens are those whose ids are known here. Sets ``num_computed_tokens`` to what the prefix holds; where that
+        ends within a block, ``copied_from`` is to be copied to the block that follows ``num_found_blocks`` before the
+        step. ``False``, and nothing done, if too few blocks are free.
         """
         pool = self.pool
-        cached, parent = self._find_cached_prefix(request)
+        cached, parent, num_tokens, source = self._find_prefix(request)
         num_new = self.num_blocks_for(len(request.token_ids)) - len(cached)
         if num_new + pool.num_free_of(cached) + headroom > pool.num_free_blocks:
             return False
         pool.touch(cached)  # first: what is taken new must not evict them
         request.block_ids = cached + pool.allocate(num_new)
-        request.num_computed_tokens = len(cached) * self.block_size
+        request.num_computed_tokens = num_tokens
+        request.copied_from = source
         request.num_found_blocks = request.num_cached_blocks = len(cached)
         request.cache_parent = parent
+        self.holds.drop_branch(request)
         return True
 
     def will_fit(self, request: Request, headroom: int) -> bool:
         """Return whether :meth:`allocate` is going to succeed by itself: with the blocks that are leaving."""
-        cached, _ = self._find_cached_prefix(request)
+        cached = self._find_prefix(request).block_ids
         num_wanted = self.num_blocks_for(len(request.token_ids)) - len(cached) + self.pool.num_free_of(cached)
         return num_wanted + headroom <= self.pool.num_free_blocks + self.num_leaving_blocks(cached)
 
@@ -114,6 +135,8 @@ class KVCacheManager:
         ``after_step``: the newest step that is out; nobody gets the blocks before :meth:`step_ended` was told of it.
         """
         self.cache_full_blocks(request)
+        if request.prefix_id:
+            self.holds.fill_pin(request)
         if after_step is None:
             self.pool.free(request.block_ids)
         else:
@@ -156,11 +179,31 @@ class KVCacheManager:
 
     def readers_of(self, block_ids: set[int], requests: Iterable[Request]) -> list[Request]:
         """Return those of ``requests`` that hold such a block, and those that gave one back and did not start anew."""
-        found = {request: None for request in requests if not block_ids.isdisjoint(request.block_ids)}
+        found = {
+            request: None
+            for request in requests
+            if not block_ids.isdisjoint(request.block_ids) or request.copied_from in block_ids
+        }
         for left in self._leaving:
             if left.since_step == left.request.since_step and not block_ids.isdisjoint(left.block_ids):
                 found[left.request] = None
         return list(found)
+
+    def _find_prefix(self, request: Request) -> _Prefix:
+        """Return the longest prefix that is there: in the cache, or held for this request."""
+        cached, parent = self._find_cached_prefix(request)
+        num_tokens = len(cached) * self.block_size
+        hold = self.holds.find(request)
+        if hold is None or request.sampling.prompt_logprobs >= 0:
+            return _Prefix(cached, parent, num_tokens)
+        num_held = hold.num_common(request)
+        if num_held <= num_tokens:
+            return _Prefix(cached, parent, num_tokens)
+        num_full, num_rest = divmod(num_held, self.block_size)
+        source = hold.block_ids[num_full] if num_rest else 0
+        if num_full > len(cached):  # the cache has lost, or never had, a link of the chain
+            return _Prefix(hold.block_ids[:num_full], None, num_held, source)
+        return _Prefix(cached, parent, num_held, source)
 
     def _find_cached_prefix(self, request: Request) -> tuple[list[int], ExtraKeys | int]:
         """Return the blocks of the longest cached prefix, and the parent of what follows them."""
@@ -204,5 +247,6 @@ class KVCacheManager:
             held.update(request.block_ids)
         for left in self._leaving:
             held.update(left.block_ids)
+        held.update(self.holds.block_ids())
         for block_id in range(self.pool.num_blocks + 1):
             assert self.pool.ref_count(block_id) == held[block_id], f"use count of block {block_id} is wrong"

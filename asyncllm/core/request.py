@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from asyncllm.core.block_hash import extra_keys
 from asyncllm.core.prompt_lookup import PromptLookup
 from asyncllm.core.repetition import RepetitionWatch
 from asyncllm.errors import InvalidParameterError, PromptTooLongError, RequestError, RequestTooLargeError
@@ -69,6 +70,7 @@ class Request:
         "border",
         "cache_parent",
         "check_from",
+        "copied_from",
         "extra_keys",
         "is_rewound",
         "lookup",
@@ -84,6 +86,7 @@ class Request:
         "num_prompt_logprobs_sent",
         "num_prompt_tokens",
         "parked",
+        "prefix_id",
         "priority",
         "repetition",
         "request_id",
@@ -135,11 +138,14 @@ class Request:
 
         self.block_ids: list[int] = []
         self.border = 0  # with fewer tokens computed a step only counts on: no new block, no end; 0: not caught up yet
-        self.extra_keys: ExtraKeys = () if message.cache_salt is None else (("salt", message.cache_salt),)
+        self.extra_keys: ExtraKeys = extra_keys(message.cache_salt)
         self.block_keys: list[BlockKey] = []  # of its first full blocks; computed once, kept over preemptions
         self.num_found_blocks = 0  # leading blocks that the last admission found in the cache
         self.num_cached_blocks = 0  # leading blocks that the prefix cache was told of
         self.cache_parent: ExtraKeys | int | None = self.extra_keys  # what the next of them follows; see CachedBlock
+
+        self.copied_from = 0  # block whose begin the last admission copied, behind what it found; 0: none
+        self.prefix_id = message.prefix_id  # the request or pin that it shares its begin with
 
         self.num_cached_tokens = 0  # prompt tokens that the first admission found in the prefix cache
         self.num_preemptions = 0

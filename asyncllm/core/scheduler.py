@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncllm.core.block_hash import HashFunction, hash_block
+from asyncllm.core.block_hash import HashFunction, extra_keys, hash_block
 from asyncllm.core.kv_cache_manager import KVCacheManager
 from asyncllm.core.logprobs import forward_logprobs
 from asyncllm.core.request import NEVER, Request, RequestStatus, why_refused
@@ -46,6 +46,7 @@ from asyncllm.wire.messages import (
     EngineCoreRequest,
     EngineFinishReason,
     FinishedRequest,
+    PinPrefix,
     SchedulerStats,
 )
 from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
@@ -131,6 +132,9 @@ class Scheduler:
             max_num_tokens=min(self.max_model_len, num_blocks * block_size + 1),  # the last token needs no KV
             eos_token_ids=self._eos_token_ids,
         )
+        parent = self.requests.get(message.prefix_id) if message.prefix_id else None
+        if parent is not None:
+            self.kv.branch(request, parent)
         self.requests[request_id] = request
         self._num_lookups += request.looks_up
         if request.is_queued:
@@ -184,6 +188,15 @@ class Scheduler:
                 insort(self.running, request, key=_urgency)
             else:
                 self.waiting.add(request)
+
+    def pin_prefix(self, pin: PinPrefix) -> None:
+        """Keep the blocks of a prefix from the first request on that computes it; see :class:`PinPrefix`."""
+        self.kv.holds.pin(pin.pin_id, pin.token_ids, extra_keys(pin.cache_salt))
+
+    def unpin_prefixes(self, pin_ids: Iterable[int]) -> None:
+        """Let go of pinned prefixes; unknown ids are ignored."""
+        for pin_id in pin_ids:
+            self.kv.holds.unpin(pin_id)
 
     def _live(self, request_ids: Iterable[int]) -> list[Request]:
         return [self.requests[i] for i in dict.fromkeys(request_ids) if i in self.requests]
@@ -331,6 +344,8 @@ class Scheduler:
         while not self.kv.pool.num_free_blocks:
             if self.kv.num_leaving_blocks():
                 return False
+            if self.kv.holds.drop_branches():
+                continue
             victim = self._parked_victim() or self.running.pop()
             self._preempt(victim)
             if victim is request:
@@ -350,6 +365,8 @@ class Scheduler:
                 return False
             victim = self._parked_victim()
             if victim is None:
+                if not self.running and (self.kv.holds.drop_branches() or self.kv.holds.empty_pins()):
+                    continue  # nobody else is going to make room
                 if not self.running or self.running[-1].priority <= request.priority:
                     return False
                 victim = self.running.pop()
@@ -361,12 +378,15 @@ class Scheduler:
         request.since_step = step.step_id  # what is still on its way is drawn again
         request.num_prompt_logprobs = 0
         step.new_requests.append(request.to_worker())
+        if request.copied_from:
+            step.copied_blocks += (request.copied_from, request.block_ids[request.num_found_blocks])
         self._count_admission(request)
         return True
 
     def _count_admission(self, request: Request) -> None:
         counters = self._counters
-        num_queried = len(request.token_ids) if self.kv.reads_cache(request) else 0
+        looks = self.kv.reads_cache(request) or request.num_computed_tokens
+        num_queried = len(request.token_ids) if looks else 0
         if request.num_preemptions:
             counters.resume_queries += num_queried
             counters.resume_hits += request.num_computed_tokens
@@ -544,6 +564,7 @@ class Scheduler:
                 self._report(request, EngineFinishReason.ERROR, error=error)
                 ended.append(request)
         self._end_all(ended)
+        self.kv.holds.drop_those_with(invalid)
         misled = self.kv.readers_of(invalid, self.requests.values())
         for request in misled:
             self.kv.invalidate(request)
@@ -565,8 +586,10 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 was_running = True
                 self._release(request)
-            elif request.is_queued:
-                self.waiting.remove(request)
+            else:
+                self.kv.holds.drop_branch(request)
+                if request.is_queued:
+                    self.waiting.remove(request)
             if request.matcher is not None:
                 request.matcher = None
                 self._num_matchers -= 1
@@ -610,6 +633,7 @@ class Scheduler:
             num_waiting=len(self.requests) - num_running,
             num_free_blocks=self.kv.pool.num_free_blocks + self.kv.num_leaving_blocks(),
             num_parked=len(self.parked),
+            num_pinned_blocks=self.kv.holds.num_pinned_blocks,
             is_sleeping=self.asleep,
         )
 
@@ -622,6 +646,8 @@ class Scheduler:
             self._preempt_all([r for r in self.requests.values() if r.status is RequestStatus.RUNNING])
         if len(self._free_slots) < self._max_num_seqs:
             return False
+        self.kv.holds.drop_branches()
+        self.kv.holds.empty_pins()
         self.kv.reset_prefix_cache()
         return True
 

@@ -40,6 +40,10 @@ class Decoder(Protocol):
         """Return what is left when no more ids follow; unfinished characters become U+FFFD."""
         ...
 
+    def prime(self, token_ids: Sequence[int]) -> None:
+        """Go on after ``token_ids``, whose text was given in full; call before anything is pushed."""
+        ...
+
     def starts_in(self, token_id: int) -> bool:
         """Return whether the text still to come is that of ``token_id``, the last one pushed, and of no earlier id."""
         ...
@@ -70,6 +74,9 @@ class ByteLevelDecoder:
         text, num_used = utf_8_decode(data, "replace", False)
         self.pending = data[num_used:]  # at most three bytes
         return text
+
+    def prime(self, token_ids: Sequence[int]) -> None:
+        pass  # between whole characters there is no state
 
     def starts_in(self, token_id: int) -> bool:
         return len(self.pending) == len(self._data[token_id])
@@ -141,6 +148,23 @@ class ByteFallbackDecoder:
         self._forget_run()
         self._in_run = False
         return text
+
+    def prime(self, token_ids: Sequence[int]) -> None:
+        """Push ids until the front of the text is settled, and then those of the run of bytes at the end."""
+        num_pushed = 0
+        while num_pushed < len(token_ids) and (self._num_strip or self._drop_mark is not None):
+            self.push(token_ids[num_pushed])
+            num_pushed += 1
+        begin = len(token_ids)
+        while begin > num_pushed and not self._table[token_ids[begin - 1]]:  # one without text does not end a run
+            begin -= 1
+        if begin > num_pushed:
+            self._forget_run()
+            self._in_run = False
+        for token_id in token_ids[begin:]:
+            self.push(token_id)
+        if self.pending:
+            self.flush()
 
     def _forget_run(self) -> None:
         self._run.clear()
@@ -216,6 +240,12 @@ class GeneralDecoder:
             self._before = self._decode(self._ids[self._start :])
         self._texts.append(text)
         return text
+
+    def prime(self, token_ids: Sequence[int]) -> None:
+        self._ids = [token_id for token_id in token_ids if token_id not in self._skipped]
+        self._texts = [self._decode(self._ids)]
+        self._start = max(0, len(self._ids) - CONTEXT)
+        self._before = self._decode(self._ids[self._start :])
 
     def starts_in(self, token_id: int) -> bool:
         return False

@@ -44,6 +44,7 @@ class IdsOnly:
 
     __slots__ = ()
     matched: str | None = None
+    num_held = 0
 
     def push(self, token_id: int) -> Piece | None:
         """Return the token without text."""
@@ -73,6 +74,11 @@ class Detokenizer:
         self._text = ""
         self.matched: str | None = None
         """The stop string that was found; nothing may be pushed after it."""
+
+    @property
+    def num_held(self) -> int:
+        """Return the number of tokens that are held."""
+        return len(self._ids)
 
     def push(self, token_id: int) -> Piece | None:
         """Take the next token; return what can be delivered now, ``None`` if it has to wait."""
@@ -263,11 +269,17 @@ def make_detokenizer(
     include_stop_str_in_output: bool = False,
     min_tokens: int = 0,
     shown_ids: frozenset[int] = NO_IDS,
+    after: Sequence[int] = (),
 ) -> Detokenizer | IdsOnly:
-    """Return the detokenizer of one sample; ``shown_ids`` are special tokens that are not skipped in any case."""
+    """Return the detokenizer of one sample; ``shown_ids`` are special tokens that are not skipped in any case.
+
+    It goes on after the ids ``after``, whose text was delivered.
+    """
     if not detokenize:
         return IdsOnly()
     decoder = make_decoder(tokenizer, skip_special_tokens, shown_ids)
+    if after:
+        decoder.prime(after)
     if not stop:
         return Detokenizer(decoder)
     return StopDetokenizer(decoder, _stop_strings(tuple(stop)), min_tokens, include_stop_str_in_output)

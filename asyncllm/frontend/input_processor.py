@@ -62,6 +62,8 @@ class ProcessedRequest:
     """One per sample, in order of ``index``."""
     submitted_at: float
     """:func:`time.perf_counter` when the request came in."""
+    after: Sequence[int] = ()
+    """The end of the prompt that is another request's output: the text goes on after it."""
     output: OutputFormat | None = None
     """How the output is cut into channels; ``None``: it is content."""
 
@@ -114,6 +116,10 @@ class InputProcessor:
             block_size=info.block_size,
         )
 
+    def make_engine_id(self) -> int:
+        """Return an id for the engine that nothing else has."""
+        return next(self._engine_ids)
+
     @property
     def max_prompt_len(self) -> int:
         """Return the length of the longest prompt in tokens."""
@@ -151,10 +157,14 @@ class InputProcessor:
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
         output: OutputFormat | None = None,
+        prefix_id: int = 0,
+        num_after: int = 0,
     ) -> ProcessedRequest:
         """Return the engine requests for ``prompt``, a text or token ids; ids are taken as they are.
 
-        ``output`` says how what comes back is read; without text (``detokenize=False``) it is not.
+        ``output`` says how what comes back is read; without text (``detokenize=False``) it is not. ``prefix_id``: the
+        engine's id of a request or pin that begins with the same tokens. ``num_after``: so many ids at the prompt's
+        end are output whose text was delivered.
 
         Whether ``request_id`` is in use is found by :meth:`OutputProcessor.add_request`; ``None`` makes one up.
 
@@ -178,7 +188,8 @@ class InputProcessor:
         num_lookup_tokens = self._num_lookup_tokens if num_lookup_tokens is None else num_lookup_tokens
         samplings = self._samplings(params, len(ids), _rare(params, bad_words, grammar, num_lookup_tokens))
         requests = [
-            EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt) for sampling in samplings
+            EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt, prefix_id)
+            for sampling in samplings
         ]
         return ProcessedRequest(
             request_id=request_id,
@@ -186,6 +197,7 @@ class InputProcessor:
             params=params,
             requests=requests,
             submitted_at=submitted_at,
+            after=ids[len(ids) - num_after :] if num_after else (),
             output=output if params.detokenize else None,
         )
 

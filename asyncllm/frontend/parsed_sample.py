@@ -46,6 +46,11 @@ class ParsedSampleState(SampleState):
         self._tool_calls: list[ToolCall] = []
         self._invalid_tool_calls: list[InvalidToolCall] = []
 
+    @property
+    def num_put(self) -> int:
+        """Return the number of tokens that went to the sink."""
+        return super().num_put - sum(len(ids) for _, _, ids in self._pieces)
+
     def _deliver(
         self,
         text: str,

@@ -94,10 +94,16 @@ class SampleState:
             stop=params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            after=request.processed.after,
             shown_ids=shown_ids,
         )
         self._queue = LogprobQueue(len(params.logprob_token_ids or ())) if params.wants_logprobs else None
         self._put = request.sink.put
+
+    @property
+    def num_put(self) -> int:
+        """Return the number of tokens that went to the sink."""
+        return len(self.token_ids) - self.detokenizer.num_held
 
     def queue_logprobs(self, rows: LogprobRows) -> None:
         """Take the logprobs of the tokens that follow."""

@@ -262,6 +262,16 @@ class ScriptedExecutor(Executor):
         for slot, drafts in zip(step.draft_slots, step.draft_token_ids, strict=True):
             rows[slot].drafts = drafts
             rows[slot].known += len(drafts)
+        if step.new_requests or step.copied_blocks:
+            self._check_copies(step)
+
+    def _check_copies(self, step: SchedulerOutput) -> None:
+        """Raise unless each copy goes to the block of a new request that holds what it has beyond whole blocks."""
+        size = self.config.cache.tokens_per_block
+        begun = [new for new in step.new_requests if new.num_computed_tokens % size]
+        targets = {new.block_ids[new.num_computed_tokens // size] for new in begun}
+        if set(step.copied_blocks[1::2]) != targets:
+            raise ScriptError(f"step {step.step_id} copies blocks {step.copied_blocks}; wanted are copies to {targets}")
 
     def _draw(self, step: SchedulerOutput) -> ModelRunnerOutput:
         output = ModelRunnerOutput(step.step_id, [])

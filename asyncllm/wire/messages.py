@@ -31,11 +31,13 @@ __all__ = [
     "Grammar",
     "LogprobRows",
     "ParkRequests",
+    "PinPrefix",
     "RareSampling",
     "SchedulerStats",
     "Shutdown",
     "StartupFailed",
     "StartupProgress",
+    "UnpinPrefixes",
     "UtilityCall",
     "UtilityResult",
 ]
@@ -117,6 +119,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=0, gc=False):
     sampling: EngineSampling
     priority: int = 0
     cache_salt: str | None = None
+    prefix_id: int = 0  # a live request, or a pin, that shares the blocks of the tokens that both begin with
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=1):
@@ -156,7 +159,34 @@ class Configure(msgspec.Struct, array_like=True, tag=6):
     config: dict[str, Any]
 
 
-EngineInput = EngineCoreRequest | AbortRequests | FinishRequests | ParkRequests | UtilityCall | Shutdown | Configure
+class PinPrefix(msgspec.Struct, array_like=True, tag=7):
+    """Keep the KV blocks of these tokens, from the first request on that computes them and names ``pin_id``.
+
+    Requests name it as ``prefix_id``, so it is an id that no request has.
+    """
+
+    pin_id: int
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class UnpinPrefixes(msgspec.Struct, array_like=True, tag=8):
+    """Let go of pinned prefixes; unknown ids are ignored; nothing is answered."""
+
+    pin_ids: list[int]
+
+
+EngineInput = (
+    EngineCoreRequest
+    | AbortRequests
+    | FinishRequests
+    | ParkRequests
+    | UtilityCall
+    | Shutdown
+    | Configure
+    | PinPrefix
+    | UnpinPrefixes
+)
 
 
 # ----------------------------------------------------------------------------------------------- from the engine
@@ -224,6 +254,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     resume_hits: int = 0
     is_sleeping: bool = False  # after sleep(), until wake_up()
     num_dropped_tokens: int = 0  # drawn for requests that had ended or were preempted while their step was out
+    num_pinned_blocks: int = 0  # kept by pinned prefixes; not free
     num_proposed_drafts: int = 0  # guesses at next tokens that were computed
     num_accepted_drafts: int = 0  # those of them that became tokens
 

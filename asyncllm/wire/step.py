@@ -39,7 +39,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """One step: rows ``slots[i]`` compute ``num_scheduled_tokens[i]`` tokens each.
 
     Applied by the worker in this order: ``freed_slots``, ``new_requests``, ``block_slots``/``block_ids``,
-    ``rewound_slots``, ``draft_slots``, the forward.
+    ``copied_blocks``, ``rewound_slots``, ``draft_slots``, the forward.
     """
 
     step_id: int
@@ -50,6 +50,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     block_slots: list[int] = []  # rows that got more blocks …
     block_ids: list[list[int]] = []  # … and which, appended to the row's table
     freed_slots: list[int] = []  # requests that ended or were preempted since the last step
+    copied_blocks: list[int] = []  # pairs, from and to: all are read before any is written; see AttentionBackend
     masks: dict[int, bytes] = {}  # by slot, of rows that draw under a grammar: bit i (of byte i // 8) allows token i
     draft_slots: list[int] = []  # rows with drafts …
     draft_token_ids: list[list[int]] = []  # … and which; ``num_scheduled_tokens`` counts them

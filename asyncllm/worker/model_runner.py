@@ -246,6 +246,8 @@ class ModelRunner:
             self._buffers.commit()
             if not self.runtime.shares_memory:
                 self._grow_block_tables()
+            if step.copied_blocks:
+                self._copy_blocks(step.copied_blocks)
             hidden = self.forward(prepared)
             prompt_logprobs = self._prompt_logprobs(prepared, hidden) if self.batch.slot_to_prompt_logprobs else []
             return StepResult(self, step, prepared, self._sample(prepared, hidden), prompt_logprobs)
@@ -299,6 +301,10 @@ class ModelRunner:
         if prepared.graph_size is not None:
             return self.graphs.replay(prepared.graph_size)[:num_tokens]
         return self._forward(num_tokens, prepared.plan)
+
+    def _copy_blocks(self, pairs: list[int]) -> None:
+        sources, targets = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+        self.backend.copy_blocks(self.kv_caches, self.runtime.upload(sources), self.runtime.upload(targets))
 
     def capture_graphs(self, report: Callable[[float], None] = lambda fraction: None) -> None:
         """Record the decode step of each of the sizes, and ``report`` the share that is done."""

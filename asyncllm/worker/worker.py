@@ -8,7 +8,6 @@ Called from one thread, the engine's busy loop. Every public method is a target 
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,7 +21,7 @@ from asyncllm.attention.native import NativeAttention
 from asyncllm.attention.selector import choose_backend, why_others_were_not
 from asyncllm.checkpoint import open_checkpoint
 from asyncllm.errors import CheckpointError, ConfigError, UsageError
-from asyncllm.kernels.selector import make_kernels
+from asyncllm.kernels.selector import choose_kernels
 from asyncllm.layers.linear_native import NativeLinearMethod
 from asyncllm.models.native import NativeModel
 from asyncllm.models.registry import build_model
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker"]
 
-logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
 T = TypeVar("T")
@@ -153,7 +151,7 @@ class Worker:
             name = self.platform.default_dtype(self._checkpoint.dtype)
         self.dtype = getattr(torch, name)
         num_threads = self.platform.num_threads(self.config.device)
-        self._kernels = self._make_kernels(num_threads)
+        self._kernels = choose_kernels(self.config, num_threads, dtype=name, device_type=self.device.type)
         # What torch still does beside the kernels is small, and two pools of threads on the same cores would fight.
         torch.set_num_threads(1 if self._kernels is not None else num_threads)
         if self.device_memory is not None:
@@ -214,38 +212,6 @@ class Worker:
         preferred = self.platform.attention_backends
         any_block_size = self.config.cache.block_size is None
         return choose_backend(self.config.device.attention_backend, spec, preferred, any_block_size=any_block_size)
-
-    def _make_kernels(self, num_threads: int) -> Kernels | None:
-        """Return the compiled CPU kernels where they are there and wanted; say loudly where they are not there.
-
-        :raises ConfigError: ``attention_backend="native"`` or ``quantization`` asks for them and they are not there.
-        """
-        wanted = self.config.device.attention_backend
-        if self.device.type != "cpu" or self.dtype != torch.float32 or wanted not in ("auto", "native"):
-            self._refuse_quantization(f"with attention_backend={wanted!r} and {self.dtype} the model runs on torch")
-            return None
-        kernels = make_kernels(num_threads, may_spin=not self.config.device.share_cores)
-        if kernels.name == "native":
-            return kernels
-        self._refuse_quantization(f"there is only the {kernels.description}")
-        logger.warning("%s; this is several times slower", kernels.description)
-        if wanted == "native":
-            raise ConfigError(
-                f"attention_backend is 'native', but there is only the {kernels.description}",
-                parameter="attention_backend",
-                value=wanted,
-            )
-        return None
-
-    def _refuse_quantization(self, reason: str) -> None:
-        """Raise if weights are to be quantized: torch would need the memory of float32 for them, and be no faster."""
-        quantization = self.config.model.quantization
-        if quantization is not None:
-            raise ConfigError(
-                f"quantization is {quantization!r}, which needs the compiled CPU kernels in float32, but {reason}",
-                parameter="quantization",
-                value=quantization,
-            )
 
     def determine_num_blocks(self) -> KVCachePlan:
         """Return how many KV blocks this device can give and the longest request they allow.

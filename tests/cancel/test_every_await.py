@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio
@@ -276,3 +276,62 @@ async def test_a_task_group_that_fails_aborts_its_streams(llm: AsyncLLM, check: 
                 group.start_soon(read)
             group.start_soon(fail)
     await check()
+
+
+async def test_a_fork_and_its_branches(llm: AsyncLLM, check: Check) -> None:
+    async def fork() -> None:
+        async with llm.stream("prompt", **ENDLESS) as stream:
+            await anext(stream)
+            async with stream.fork(3, max_tokens=3) as branches:
+                async for _ in branches[0]:
+                    pass
+                for branch in branches[1:]:
+                    await branch.completion()
+
+    assert await at_every_await(fork, check) >= 3
+
+
+async def test_a_prefix(llm: AsyncLLM, check: Check) -> None:
+    async def use() -> None:
+        async with llm.prefix("prefix") as prefix:
+            await prefix.generate("prompt", max_tokens=3)
+
+    async def unpinned() -> None:
+        await check()
+        assert (await llm.stats()).num_pinned_blocks == 0
+
+    assert await at_every_await(use, unpinned) >= 2
+
+
+async def test_a_prefix_that_is_tokenized_in_a_thread(llm: AsyncLLM, check: Check) -> None:
+    async def use() -> None:
+        async with llm.prefix(LONG_PROMPT):
+            pass
+
+    async def unpinned() -> None:
+        await check()
+        assert (await llm.stats()).num_pinned_blocks == 0
+
+    assert await at_every_await(use, unpinned) >= 2
+
+
+async def test_many_prompts(llm: AsyncLLM, check: Check) -> None:
+    async def many() -> None:
+        async for _ in llm.map(["a", LONG_PROMPT, "c", "d"], max_tokens=3, max_in_flight=2):
+            await anyio.lowlevel.checkpoint()
+
+    assert await at_every_await(many, check) >= 5
+
+
+async def test_prompts_that_come_later(llm: AsyncLLM, check: Check) -> None:
+    async def prompts() -> AsyncIterator[str]:
+        for letter in "abc":
+            await llm.check_health()
+            yield letter
+
+    async def many() -> None:
+        async with llm.as_completed(prompts(), max_tokens=3, max_in_flight=2) as completions:
+            async for _ in completions:
+                pass
+
+    assert await at_every_await(many, check) >= 3

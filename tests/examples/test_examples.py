@@ -57,6 +57,13 @@ def test_fan_out_reuses_the_shared_prefix(tiny_llama: Path) -> None:
     assert int(found[1]) > 60  # the text is 226 of about 290 bytes, and only whole blocks are shared
 
 
+def test_branches_compute_nothing_twice(tiny_llama: Path) -> None:
+    out = run_example("branches.py", tiny_llama)
+    assert len(re.findall(r"-> '.*' \(1 computed\)", out)) + len(re.findall(r'-> ".*" \(1 computed\)', out)) == 3, out
+    assert "2 of 2 requests computed none of" in out
+    assert "tokens, ten prompts at a time" in out
+
+
 def test_cancellation_leaves_nothing_running(tiny_llama: Path) -> None:
     out = run_example("cancellation.py", tiny_llama)
     assert "task cancelled: True" in out

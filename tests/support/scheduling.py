@@ -65,6 +65,7 @@ class FakeWorker:
         self.failing: dict[int, str] = {}  # request id → why its row fails
         self.num_computed_tokens = 0
         self.num_drawn = 0
+        self.num_copied_blocks = 0
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.apply(step)
@@ -88,6 +89,17 @@ class FakeWorker:
             self.rows[new.slot] = Row(new)
         for slot, block_ids in zip(step.block_slots, step.block_ids, strict=True):
             self.rows[slot].block_ids += block_ids
+        copied = list(zip(step.copied_blocks[::2], step.copied_blocks[1::2], strict=True))
+        begun = [new for new in step.new_requests if new.num_computed_tokens % self.block_size]
+        wanted = [new.block_ids[new.num_computed_tokens // self.block_size] for new in begun]
+        assert [target for _, target in copied] == wanted, "copies to other blocks than those of new requests"
+        self.num_copied_blocks += len(copied)
+        held = [
+            {at: self.memory[source, at] for at in range(self.block_size) if (source, at) in self.memory}
+            for source, _ in copied
+        ]
+        for (_, target), rows in zip(copied, held, strict=True):
+            self.memory.update({(target, at): prefix for at, prefix in rows.items()})
         for slot, num_computed in zip(step.rewound_slots, step.rewound_num_computed, strict=True):
             row = self.rows[slot]
             assert num_computed < row.num_computed_tokens
@@ -207,6 +219,7 @@ class Engine:
         priority: int = 0,
         salt: str | None = None,
         forced: Sequence[int] | None = None,
+        prefix_id: int = 0,
         **sampling: Any,
     ) -> int:
         """Add a request and return its id; a number is the length of a prompt that no other request shares."""
@@ -217,7 +230,7 @@ class Engine:
             self.worker.forced[request_id] = list(forced)
         self.tokens[request_id] = []
         self.scheduler.add_request(
-            EngineCoreRequest(request_id, prompt, EngineSampling(max_tokens, **sampling), priority, salt)
+            EngineCoreRequest(request_id, prompt, EngineSampling(max_tokens, **sampling), priority, salt, prefix_id)
         )
         return request_id
 

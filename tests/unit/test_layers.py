@@ -64,14 +64,21 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "_session": (BASE | {"frontend", "client", "token_stream", "_event_loop"}, {"anyio"}),
     "_start": (BASE | {"frontend", "client", "checkpoint", "_event_loop", "_session"}, {"anyio"}),
     "async_llm": (
-        BASE | {"frontend", "client", "checkpoint", "token_stream", "_event_loop", "_request", "_session", "_start"},
+        BASE
+        | {"frontend", "client", "checkpoint", "token_stream", "_event_loop", "_request", "_session", "_start"}
+        | {"_fan_out"},
         {"anyio", "uvloop"},
     ),
+    "_branches": (BASE | {"token_stream", "_request"}, {"msgspec"}),
+    "prefix": (BASE | {"token_stream", "_request"}, {"anyio"}),
+    "_many": (BASE | {"token_stream", "_request", "_event_loop", "_progress"}, {"anyio"}),
+    "_fan_out": (BASE | {"token_stream", "_request", "_branches", "_many", "prefix"}, set()),
+    "_progress": (set(), {"tqdm"}),
     "_sync_session": (BASE | {"frontend", "client", "checkpoint"}, set()),
     "llm_engine": (BASE | {"_request", "_sync_session"}, {"msgspec"}),
-    "llm": (BASE | {"_request", "_sync_session"}, {"tqdm"}),
+    "llm": (BASE | {"_request", "_sync_session", "_progress"}, set()),
     "testing": (BASE | {"checkpoint", "executor", "async_llm"}, set()),
-    "__init__": (BASE | {"async_llm", "token_stream", "llm", "llm_engine"}, set()),
+    "__init__": (BASE | {"async_llm", "token_stream", "prefix", "llm", "llm_engine"}, set()),
     "__main__": (BASE | {"checkpoint", "kernels", "llm_engine"}, {"msgspec"}),
 }
 

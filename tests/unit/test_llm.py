@@ -207,6 +207,13 @@ def test_without_another_thread_nothing_could_wake_it_up(llm: LLM) -> None:
     assert llm.generate("a", max_tokens=3)[0].text == "abc"
 
 
+def test_the_thread_of_an_engine_in_this_process_is_not_another_that_could_wake_it_up(tiny_llama: Path) -> None:
+    with LLM(tiny_llama, in_process=True, async_scheduling=True, num_threads=1, num_blocks=32) as llm:
+        llm.sleep()
+        with pytest.raises(UsageError, match=r"call wake_up\(\) first"):
+            llm.generate("a", max_tokens=3)
+
+
 def test_it_can_be_closed_while_it_sleeps_and_a_thread_waits(llm: LLM) -> None:
     done: list[Any] = []
     llm.sleep()

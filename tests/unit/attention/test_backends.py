@@ -155,6 +155,24 @@ def test_native_scrub_zeroes_blocks_that_are_not_finite_and_no_other(kv_cache_dt
         assert torch.equal(new[8:], old[8:])
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "int8"])
+def test_native_blocks_are_copied_with_their_scales(kv_cache_dtype: str) -> None:
+    kernels = native_kernels()
+    spec = make_spec(kv_heads=1, block_size=4)
+    backend = NativeAttention(replace(spec, kernels=kernels, head_dim=8, kv_cache_dtype=kv_cache_dtype))
+    shape = KvShape(num_kv_heads=1, head_dim=8, block_size=4, format=backend.spec.kv_format)
+    [cache] = backend.allocate(4)
+    slots = np.arange(12)
+    nothing = np.zeros(1, np.int32)
+    batch = Batch(slots, slots * 0, slots, nothing, nothing, nothing[:, None])
+    key, value = torch.randn(2, 12, 1, 8)
+    kernels.rotate_and_write(shape, cache, batch, None, key, value)
+    before = [part.clone() for part in kernels.read_kv(shape, cache, torch.arange(12))]
+    backend.copy_blocks([cache], torch.tensor([1, 2]), torch.tensor([2, 3]))
+    for old, new in zip(before, kernels.read_kv(shape, cache, torch.arange(16)), strict=True):
+        assert torch.equal(new, torch.cat([old[:8], old[4:12]]))
+
+
 def test_scrub_leaves_finite_numbers_alone() -> None:
     backend = CpuAttention(make_spec())
     [cache] = backend.allocate(3)

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from asyncllm.wire.messages import EngineFinishReason, RareSampling
+from asyncllm.wire.messages import EngineFinishReason, PinPrefix, RareSampling
 from tests.support.scheduling import EOS, Engine, solo_output
 
 PREFIXES = [[], [7] * 4, [7] * 9, [7] * 8 + [8] * 8]
@@ -106,6 +106,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.prompts[request_id] = (prompt, max_tokens, forced)
 
+    @precondition(lambda self: hasattr(self, "engine") and self.engine.scheduler.requests)
+    @rule(data=st.data(), num_less=st.integers(0, 3), max_tokens=st.integers(1, 20))
+    def branch(self, data: Any, num_less: int, max_tokens: int) -> None:
+        parent = data.draw(st.sampled_from(sorted(self.engine.scheduler.requests)))
+        request = self.engine.scheduler.requests[parent]
+        prompt = request.token_ids[: max(1, len(request.token_ids) - num_less)]
+        salt = request.extra_keys[0][1] if request.extra_keys else None
+        if len(prompt) < 60 and 9 not in prompt:  # garbage of a request whose failure is not known yet
+            branch = self.engine.add(prompt, max_tokens, salt=salt, prefix_id=parent, logprobs=0)
+            self.prompts[branch] = (prompt, max_tokens, solo_output(prompt, 99))
+
+    @rule(pin_id=st.sampled_from([-1, -2]), prefix=st.sampled_from(PREFIXES[1:]))
+    def pin(self, pin_id: int, prefix: list[int]) -> None:
+        self.engine.scheduler.pin_prefix(PinPrefix(pin_id, prefix))
+        prompt = [*prefix, 1]
+        self.prompts[self.engine.add(prompt, 3, prefix_id=pin_id, logprobs=0)] = (prompt, 3, solo_output(prompt, 99))
+
+    @rule(pin_id=st.sampled_from([-1, -2]))
+    def unpin(self, pin_id: int) -> None:
+        self.engine.scheduler.unpin_prefixes([pin_id])
+
     @rule(data=st.data())
     def abort(self, data: Any) -> None:
         ids = self.choose(data)
@@ -170,6 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         engine = self.engine
         engine.scheduler.park_requests(list(self.prompts), False)
         engine.run(max_steps=4000, depth=self.depth)
+        engine.scheduler.unpin_prefixes([-1, -2])
         engine.assert_empty()
         stats = engine.scheduler.stats()
         num_first = stats.num_generated_tokens - stats.num_accepted_drafts

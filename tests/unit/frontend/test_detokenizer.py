@@ -55,6 +55,16 @@ def check_exact(tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
     assert "".join(text for text, _ in pieces) == tokenizer.decode(ids, skip)
     assert [token_id for _, some in pieces for token_id in some] == ids
     assert all(text for text, _ in pieces[:-1])
+    for count in {1, len(pieces) // 2} if len(pieces) > 1 else ():
+        check_branch(tokenizer, pieces, count, skip)
+
+
+def check_branch(tokenizer: Tokenizer, pieces: list[tuple[str, list[int]]], count: int, skip: bool) -> None:
+    """Verify that a stream that goes on after the first ``count`` pieces has the text of the others."""
+    after = [token_id for _, some in pieces[:count] for token_id in some]
+    rest = [token_id for _, some in pieces[count:] for token_id in some]
+    others, _ = stream(tokenizer, rest, skip_special_tokens=skip, after=after)
+    assert "".join(text for text, _ in others) == "".join(text for text, _ in pieces[count:])
 
 
 # ---------------------------------------------------------------------------------------------- streaming is exact

@@ -23,12 +23,14 @@ from asyncllm.wire.messages import (
     FinishRequests,
     LogprobRows,
     ParkRequests,
+    PinPrefix,
     RareSampling,
     RequestTimes,
     SchedulerStats,
     Shutdown,
     StartupFailed,
     StartupProgress,
+    UnpinPrefixes,
     UtilityCall,
     UtilityResult,
 )
@@ -40,10 +42,13 @@ INPUTS = [
         EngineSampling(5, seed=2**64 - 1, logit_bias={3: -1.5}, rare=RareSampling([[4], [5, 6]], [7], (1, 20, 3))),
         -1,
         "salt",
+        11,
     ),
     AbortRequests([1, 2]),
     FinishRequests([3]),
     ParkRequests([4], True),
+    PinPrefix(7, [1, 2], "salt"),
+    UnpinPrefixes([7]),
     UtilityCall(9, "collective_rpc", ["echo", [1, {"a": None}]]),
     Shutdown(),
     Configure({"model": {"model": "x"}}),
@@ -86,7 +91,7 @@ def test_every_message_of_both_directions_is_tried() -> None:
 def test_tags_are_fixed() -> None:
     """Tags are part of the wire: a change here breaks a front end and an engine of different versions."""
     tags = {cls.__name__: cls.__struct_config__.tag for cls in typing.get_args(messages.EngineInput)}
-    assert list(tags.values()) == list(range(7))
+    assert list(tags.values()) == list(range(9))
     tags = {cls.__name__: cls.__struct_config__.tag for cls in typing.get_args(messages.EngineOutput)}
     assert list(tags.values()) == list(range(1, 7))
 
@@ -126,4 +131,4 @@ def test_a_step_of_256_plain_tokens_costs_few_bytes_per_token() -> None:
 
 def test_a_plain_request_costs_few_bytes_beside_its_prompt() -> None:
     """Options that it does not use are a byte at most."""
-    assert len(make_encoder()(EngineCoreRequest(1000, [], EngineSampling(5)))) <= 77
+    assert len(make_encoder()(EngineCoreRequest(1000, [], EngineSampling(5)))) <= 78
