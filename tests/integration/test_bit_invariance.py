@@ -142,6 +142,7 @@ def test_the_logits_after_drafts_are_those_of_a_lone_request(count: int, chunk: 
     native_kernels()
     expected = lone(tiny_llama, "exact")
     options = {"max_num_batched_tokens": CHUNKS[chunk], "num_blocks": POOLS["roomy"], "num_threads": 2}
+    options["prompt_lookup_step_tokens"] = 512  # in steps of 32 rows too
     with recorded(tiny_llama, "exact", **options) as (llm, found):
         generate(llm, count, prompt_lookup_num_tokens=8)
         right = found.keys() & expected.keys()
