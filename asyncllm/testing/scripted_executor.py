@@ -295,19 +295,23 @@ class ScriptedExecutor(Executor):
         return output
 
     def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput) -> int:
-        position = row.known - row.num_prompt - len(row.drafts)
+        position = row.known - row.num_prompt
+        if row.drafts:
+            position -= len(row.drafts)
         row.known += 1
         if position == self._fail_position and self._fail_key in _as_key(row.prompt):
             output.failed[slot] = f"scripted: logits at output position {position} are not finite"
             row.drafts = ()
             return -1
-        reply = row.reply
+        reply, tokens = row.reply, None
         if position < len(reply):
             token = reply[position]
         else:
             token = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
-        tokens = self._confirm(slot, row, position, token, output) if row.drafts else [token]
+        if row.drafts:
+            tokens = self._confirm(slot, row, position, token, output)
         if row.sampling.logprobs >= 0:
+            tokens = tokens or [token]
             output.logprobs[slot] = self._candidates(tokens, row.sampling.logprobs, row.sampling.logprob_token_ids)
         return token
 

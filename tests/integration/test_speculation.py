@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from asyncllm import LLM, AsyncLLM, Completion, RepetitionDetectionParams, SamplingParams
+from asyncllm.testing import scripted_options, write_tiny_checkpoint
 from tests.support.kernels import native_kernels
 
 pytestmark = pytest.mark.anyio
@@ -170,3 +171,17 @@ async def test_cancelled_streams_give_everything_back(model: Path, runtime_root:
         await llm.drain()
         stats = await llm.stats()
         assert (stats.num_running, stats.num_free_blocks) == (0, llm.info.num_blocks)
+
+
+async def test_a_scripted_engine_takes_drafts(tmp_path: Path) -> None:
+    """A reply that repeats arrives whole, in fewer steps than it has tokens."""
+    reply = "one two three four " * 6
+    options = scripted_options(replies={"count": reply})
+    async with AsyncLLM(write_tiny_checkpoint(tmp_path), prompt_lookup_num_tokens=8, **options) as llm:
+        done = await llm.generate("count", logprobs=0)
+        history = (await llm.collective_rpc("history"))[0]
+    assert done.text == reply
+    assert done.logprobs is not None
+    assert [one.chosen.token_id for one in done.logprobs] == done.token_ids
+    assert len(history) < len(done.token_ids) - 40
+    assert sum(len(ids) for step in history for ids in step["more_token_ids"].values()) > 40
