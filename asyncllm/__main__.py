@@ -187,6 +187,7 @@ def _info(options: argparse.Namespace) -> int:
                 "running at once": config.scheduler.max_num_seqs,
                 "tokens per step": config.scheduler.max_num_batched_tokens,
                 "steps overlap": _yes_no(config.scheduler.async_scheduling),
+                "prompt lookup": _lookup(config.scheduler.prompt_lookup_num_tokens),
             },
         )
         _tell("auto is decided when the engine starts: info --start tells what is taken, and why")
@@ -212,6 +213,10 @@ def _yes_no(value: bool | str) -> str:
     return value if isinstance(value, str) else "yes" if value else "no"
 
 
+def _lookup(num_tokens: int) -> str:
+    return f"{num_tokens} tokens" if num_tokens else "for requests that ask"
+
+
 def _show_engine(info: EngineInfo) -> None:
     sizes = info.graph_sizes
     _table(
@@ -229,6 +234,8 @@ def _show_engine(info: EngineInfo) -> None:
             "running at once": info.max_num_seqs,
             "tokens per step": info.max_num_batched_tokens,
             "steps overlap": _yes_no(info.async_scheduling),
+            "prompt lookup": _lookup(info.prompt_lookup_num_tokens)
+            + f", in steps of up to {info.prompt_lookup_step_tokens} tokens",
         },
     )
     if info.memory_plan:
@@ -352,6 +359,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "prompt": f"{usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached",
         "generated": f"{usage.completion_tokens} tokens, {usage.accepted_draft_tokens} of them drafted",
+        **({"drafts": f"{usage.proposed_draft_tokens} proposed"} if usage.proposed_draft_tokens else {}),
         "preemptions": usage.num_preemptions,
         **{name: f"{value * 1e3:.1f} ms" for name, value in seconds.items() if value is not None},
     }

@@ -65,6 +65,7 @@ class BranchOptions(TypedDict, total=False):
     grammar: str | None
     json_object: bool
     truncate_prompt_tokens: int | None
+    prompt_lookup_num_tokens: int | None
     detokenize: bool
     skip_special_tokens: bool
     spaces_between_special_tokens: bool

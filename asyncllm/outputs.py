@@ -106,7 +106,10 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     ``None`` where there was no token yet; where the engine itself ended such a request, the queue time is told.
     """
     accepted_draft_tokens: int = 0
-    """Of ``completion_tokens``, those that were proposed ahead and confirmed by the model; 0 without speculation."""
+    """Of ``completion_tokens``, those that were proposed ahead and confirmed by the model; 0 without
+    ``prompt_lookup_num_tokens``."""
+    proposed_draft_tokens: int = 0
+    """Tokens that were proposed ahead, right or wrong."""
 
     @property
     def total_tokens(self) -> int:

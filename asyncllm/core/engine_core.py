@@ -101,6 +101,8 @@ class EngineCore:
                 num_blocks=found.num_blocks,
                 max_model_len=found.max_model_len,
                 eos_token_ids=found.eos_token_ids,
+                lookup_step_tokens=config.scheduler.lookup_step_tokens(found.device),
+                lookup_free_tokens=config.scheduler.lookup_free_tokens(found.device),
             )
             self.max_steps_out = 2 if self.executor.overlaps_steps() else 1
             self.info = _engine_info(config, found, async_scheduling=self.max_steps_out > 1)
@@ -362,4 +364,6 @@ def _engine_info(config: EngineConfig, found: ExecutorInfo, *, async_scheduling:
         other_backends=dict(found.other_backends),
         graph_sizes=list(found.graph_sizes),
         memory_plan=dict(found.memory_plan),
+        prompt_lookup_num_tokens=config.scheduler.prompt_lookup_num_tokens,
+        prompt_lookup_step_tokens=config.scheduler.lookup_step_tokens(found.device),
     )

@@ -19,7 +19,8 @@ request is WAITING but in no queue.
 A token is *on its way* once the step that draws it is scheduled: the worker has it before its id is known here, so the
 next step can compute with it. Invariant: ``0 <= num_computed_tokens < num_tokens``; a request that has caught up is
 exactly one token behind. One that *needs its token* is never computed with a token on its way: what may follow it is
-known only once its id is.
+known only once its id is. Drafts (:mod:`asyncllm.wire.step`) are none of its tokens, and not computed, before the step
+that tries them has ended; until then ``num_drafts_out`` keeps it out of steps.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from asyncllm.core.block_hash import extra_keys
+from asyncllm.core.prompt_lookup import PromptLookup
 from asyncllm.core.repetition import RepetitionWatch
 from asyncllm.errors import InvalidParameterError, PromptTooLongError, RequestError, RequestTooLargeError
 from asyncllm.wire.step import NewRequest
@@ -70,11 +72,14 @@ class Request:
         "check_from",
         "copied_from",
         "extra_keys",
+        "is_rewound",
+        "lookup",
         "matcher",
         "max_num_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafts_out",
         "num_found_blocks",
         "num_preemptions",
         "num_prompt_logprobs",
@@ -121,6 +126,10 @@ class Request:
         self.waits_for_grammar = sampling.grammar is not None
         self.matcher: Matcher | None = None  # where the known output stands in the grammar; outlives preemptions
         self.check_from = self.max_num_tokens if watched is None and not self.waits_for_grammar else 0
+        num_drafts = 0 if sampling.rare is None or self.waits_for_grammar else sampling.rare.num_lookup_tokens
+        self.lookup = PromptLookup(num_drafts) if num_drafts else None
+        self.num_drafts_out = 0  # in a step whose result is not known
+        self.is_rewound = False  # fewer tokens count as computed than the worker believes
 
         self.status = RequestStatus.WAITING
         self.parked = False
@@ -149,6 +158,11 @@ class Request:
         return self.num_computed_tokens + 1 if self.border else len(self.token_ids)
 
     @property
+    def looks_up(self) -> bool:
+        """Return whether it asked for drafts, even if it gets none any more."""
+        return self.sampling.rare is not None and self.sampling.rare.num_lookup_tokens > 0
+
+    @property
     def num_output_tokens(self) -> int:
         """Return the number of generated tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt_tokens
@@ -164,8 +178,11 @@ class Request:
         return not (self.parked or self.waits_for_grammar)
 
     def set_border(self, num_tokens: int) -> None:
-        """Let steps only count on below so many computed tokens, for which there are blocks."""
-        if self.matcher is not None:
+        """Let steps only count on below so many computed tokens, for which there are blocks.
+
+        With a grammar or a lookup no step only counts on.
+        """
+        if self.matcher is not None or self.lookup is not None:
             self.border = 1  # it is looked at in every step
             return
         self.border = num_tokens if num_tokens < self.max_num_tokens else self.max_num_tokens - 1

@@ -18,6 +18,12 @@ adds the ids. A length ends a request ahead of time, so no row is computed beyon
 arrives, and what the steps that are out draw after it (surplus) is dropped. Steps run in order, so a slot may change
 hands at once; blocks do when the steps that are out have ended. A preempted request keeps the tokens that arrive until
 it is admitted again, and draws the others a second time.
+
+A request with a :class:`~asyncllm.core.prompt_lookup.PromptLookup` may compute *drafts* after its newest token. They
+are extra: none where a step would grow beyond ``prompt_lookup_step_tokens``, none in place of the budget or the blocks
+that running requests need, and none if they are few while many rows would pay for the longer step. How many tokens come
+of them is known when their step has ended, so the request stays out of steps until then; one whose newest ids are on
+their way waits for them if there are likely to be drafts.
 """
 
 from __future__ import annotations
@@ -59,7 +65,8 @@ _urgency = attrgetter("urgency")
 class Scheduler:
     """Owns all live requests and the KV blocks of one engine. Used by the busy-loop thread alone.
 
-    ``num_blocks`` counts the usable blocks, ``max_model_len`` bounds prompt plus output in tokens.
+    ``num_blocks`` counts the usable blocks, ``max_model_len`` bounds prompt plus output in tokens,
+    ``lookup_step_tokens`` those of a step with drafts, of which ``lookup_free_tokens`` cost as much as one.
     """
 
     def __init__(
@@ -70,6 +77,8 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         hash_function: HashFunction = hash_block,
+        lookup_step_tokens: int = 0,
+        lookup_free_tokens: int = 0,
     ) -> None:
         options = config.scheduler
         self.max_model_len = max_model_len
@@ -83,6 +92,10 @@ class Scheduler:
 
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._max_chunk = options.long_prefill_token_threshold or sys.maxsize
+        self._lookup_step_tokens = min(lookup_step_tokens, options.max_num_batched_tokens)
+        self._lookup_free_tokens = lookup_free_tokens
+        self._num_lookups = 0  # live requests that have one
+        self._drafts: dict[Request, list[int]] = {}  # for the step that is being made
         self._has_classes = options.policy == "priority"
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_num_seqs = options.max_num_seqs
@@ -123,6 +136,7 @@ class Scheduler:
         if parent is not None:
             self.kv.branch(request, parent)
         self.requests[request_id] = request
+        self._num_lookups += request.looks_up
         if request.is_queued:
             self.waiting.add(request)
 
@@ -222,6 +236,7 @@ class Scheduler:
     def _schedule_running(self, step: SchedulerOutput, rows: list[Request]) -> int:
         """First pass: serve the running requests in order; return the budget that is left."""
         budget = self._max_num_batched_tokens
+        self._drafts = self._look_up_drafts() if self._num_lookups else {}
         add_slot, add_count, add_row = step.slots.append, step.num_scheduled_tokens.append, rows.append
         for request in self.running:  # preempted ones leave its end, where the loop has not been
             if not budget:
@@ -233,6 +248,9 @@ class Scheduler:
                     continue
                 if num_computed + 1 >= request.max_num_tokens:
                     continue  # its last token is on its way
+                if request.lookup is not None:
+                    budget -= self._schedule_with_drafts(request, step, rows, budget)
+                    continue
                 if request.needs_its_token and num_computed == len(request.token_ids):
                     continue
                 is_full = num_computed == len(request.block_ids) * self.kv.block_size
@@ -267,6 +285,56 @@ class Scheduler:
         rows.append(request)
         self._counters.num_prefill_tokens += num_new
         return num_new
+
+    def _look_up_drafts(self) -> dict[Request, list[int]]:
+        """Return the drafts that are worth a try in the next step; none for one that should wait for its newest ids."""
+        found: dict[Request, list[int]] = {}
+        num_running = len(self.running)
+        share = self._lookup_step_tokens // num_running - 1 if num_running else 0
+        for request in self.running if share > 0 else ():
+            lookup, token_ids, num_computed = request.lookup, request.token_ids, request.num_computed_tokens
+            room = min(share, request.max_num_tokens - num_computed - 2)  # with the last token there is none to guess
+            if lookup is None or room < 1 or not request.border or request.num_drafts_out:
+                continue
+            if len(token_ids) > num_computed:
+                if drafts := lookup.propose(token_ids, room):
+                    found[request] = drafts
+            elif lookup.is_worth_waiting(token_ids):
+                found[request] = []
+        num_drafts = sum(len(drafts) or 1 for drafts in found.values())
+        is_cheap = num_running + num_drafts <= self._lookup_free_tokens
+        return found if is_cheap or 2 * num_drafts >= num_running else {}
+
+    def _schedule_with_drafts(self, request: Request, step: SchedulerOutput, rows: list[Request], budget: int) -> int:
+        """Let a request that has caught up compute its newest token and drafts after it; return the number of both."""
+        drafts = self._drafts.get(request)
+        if request.num_drafts_out or drafts == []:
+            return 0  # its newest tokens are not known
+        num_computed = request.num_computed_tokens
+        if num_computed == len(request.block_ids) * self.kv.block_size and not self._append_block(request, step):
+            return 0
+        if drafts and budget > len(self.running):
+            self._add_drafts(request, drafts[: budget - len(self.running)], step)
+        if request.is_rewound:
+            request.is_rewound = False
+            step.rewound_slots.append(request.slot)
+            step.rewound_num_computed.append(num_computed)
+        request.num_computed_tokens = num_computed + 1
+        step.slots.append(request.slot)
+        step.num_scheduled_tokens.append(1 + request.num_drafts_out)
+        rows.append(request)
+        return 1 + request.num_drafts_out
+
+    def _add_drafts(self, request: Request, drafts: list[int], step: SchedulerOutput) -> None:
+        """Add those of ``drafts`` to a row for which there are blocks that no running request will need."""
+        block_size = self.kv.block_size
+        num_tokens = request.num_computed_tokens + 1 + len(drafts)
+        while len(request.block_ids) * block_size < num_tokens and self.kv.pool.num_free_blocks > len(self.running):
+            self._append_block(request, step)
+        request.num_drafts_out = min(len(drafts), len(request.block_ids) * block_size - num_tokens + len(drafts))
+        if request.num_drafts_out:
+            step.draft_slots.append(request.slot)
+            step.draft_token_ids.append(drafts[: request.num_drafts_out])
 
     def _append_block(self, request: Request, step: SchedulerOutput) -> bool:
         """Give a running request its next block; parked and less urgent ones make room.
@@ -360,8 +428,8 @@ class Scheduler:
         step_id = step.step_id
         rows = self._step_to_rows.pop(step_id)
         result = EngineCoreOutputs()
-        if output.failed:
-            self._fail_rows(step, rows, output.failed)
+        if output.failed or output.spoiled_slots:
+            self._fail_rows(step, rows, output)
         if output.logprobs or output.prompt_logprobs:
             forward_logprobs(step, rows, output, result)
         ended: list[Request] = []
@@ -379,6 +447,8 @@ class Scheduler:
             add_token_id(token_id)
             if len(token_ids) >= request.check_from or token_id in request.stop_token_ids:
                 ended += self._report_if_done(request, token_id)
+        if step.draft_slots:
+            self._take_drafts(step, rows, output, result, ended)
         self._end_all(ended)
         self.kv.step_ended(step_id)
         self._counters.num_dropped_tokens += num_dropped
@@ -390,6 +460,43 @@ class Scheduler:
             result.num_preemptions, self._preempted = self._preempted, {}
         result.stats = self.stats()
         return result
+
+    def _take_drafts(
+        self,
+        step: SchedulerOutput,
+        rows: list[Request],
+        output: ModelRunnerOutput,
+        result: EngineCoreOutputs,
+        ended: list[Request],
+    ) -> None:
+        """Add the tokens that follow the first one in rows with drafts, until one of them ends its request."""
+        slot_to_request = dict(zip(step.slots, rows, strict=True))
+        for slot, drafts in zip(step.draft_slots, step.draft_token_ids, strict=True):
+            request, more = slot_to_request[slot], output.more_token_ids.get(slot, ())
+            lookup = request.lookup
+            if request.since_step > step.step_id or lookup is None:
+                continue
+            num_taken = 0
+            is_running = request.num_drafts_out > 0  # not preempted since
+            for token_id in () if request in ended else more:
+                num_taken += 1
+                request.token_ids.append(token_id)
+                result.request_ids.append(request.request_id)
+                result.token_ids.append(token_id)
+                if len(request.token_ids) >= request.check_from or token_id in request.stop_token_ids:
+                    ended += (done := self._report_if_done(request, token_id))
+                    if done:
+                        break
+            if is_running:
+                request.num_computed_tokens += num_taken
+                request.is_rewound = num_taken < len(drafts)
+                request.num_drafts_out = 0
+            lookup.learn(len(drafts), len(more), len(request.token_ids))
+            lookup.num_proposed += len(drafts)
+            lookup.num_accepted += num_taken
+            self._counters.num_proposed_drafts += len(drafts)
+            self._counters.num_accepted_drafts += num_taken
+            result.drafts[request.request_id] = (lookup.num_proposed, lookup.num_accepted)
 
     def take_outputs(self) -> EngineCoreOutputs | None:
         """Return the ends of requests that no step has reported (refused, softly finished), ``None`` without any."""
@@ -435,12 +542,20 @@ class Scheduler:
             self._report(request, EngineFinishReason.LENGTH if is_cut else EngineFinishReason.COMPLETE)
         return True
 
-    def _fail_rows(self, step: SchedulerOutput, rows: list[Request], failed: dict[int, str]) -> None:
-        """End the requests whose rows have no valid result, and start those anew that read what they computed."""
+    def _fail_rows(self, step: SchedulerOutput, rows: list[Request], output: ModelRunnerOutput) -> None:
+        """End the requests whose rows have no valid result, and start those anew that read what they computed.
+
+        Those whose drafts may be the cause start anew too, and go on without.
+        """
         slot_to_request = dict(zip(step.slots, rows, strict=True))
         ended: list[Request] = []
         invalid: set[int] = set()
-        for slot, reason in failed.items():
+        for slot in output.spoiled_slots:
+            request = slot_to_request[slot]
+            invalid |= self.kv.invalidate(request, step.step_id)
+            if request.since_step <= step.step_id:
+                request.lookup = None
+        for slot, reason in output.failed.items():
             request = slot_to_request[slot]
             invalid |= self.kv.invalidate(request, step.step_id)
             if request.since_step <= step.step_id:
@@ -481,6 +596,7 @@ class Scheduler:
             request.status = RequestStatus.FINISHED
             request.since_step = NEVER
             del self.requests[request.request_id]
+            self._num_lookups -= request.looks_up
             self.parked.pop(request.request_id, None)
         if was_running:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
@@ -492,6 +608,8 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot = -1
         request.border = 0
+        request.num_drafts_out = 0
+        request.is_rewound = False
 
     # ------------------------------------------------------------------------------------------------ looking at it all
     def has_unfinished(self) -> bool:

@@ -99,6 +99,7 @@ class InputProcessor:
             num_kv_tokens=None,
             block_size=config.cache.tokens_per_block,
         )
+        self._num_lookup_tokens = config.scheduler.prompt_lookup_num_tokens
         self.chat = ChatProcessor(config, checkpoint, tokenizer)
         """Makes the prompts of chat requests, to be passed to :meth:`process` with ``add_special_tokens=False``."""
         self._engine_ids = itertools.count(1)
@@ -183,7 +184,9 @@ class InputProcessor:
         num_kept = None if params.truncate_prompt_tokens is None else self._num_kept(params)
         ids = self._prompt_ids(prompt, add_special_tokens, num_kept)
         self._check_prompt(ids)
-        samplings = self._samplings(params, len(ids), _rare(params, bad_words, grammar))
+        num_lookup_tokens = params.prompt_lookup_num_tokens
+        num_lookup_tokens = self._num_lookup_tokens if num_lookup_tokens is None else num_lookup_tokens
+        samplings = self._samplings(params, len(ids), _rare(params, bad_words, grammar, num_lookup_tokens))
         requests = [
             EngineCoreRequest(next(self._engine_ids), ids, sampling, priority, cache_salt, prefix_id)
             for sampling in samplings
@@ -367,16 +370,20 @@ class InputProcessor:
         return self._defaults[name] if given is None else given
 
 
-def _rare(params: SamplingParams, bad_words: list[list[int]], grammar: Grammar | None) -> RareSampling | None:
+def _rare(
+    params: SamplingParams, bad_words: list[list[int]], grammar: Grammar | None, num_lookup_tokens: int
+) -> RareSampling | None:
     """Return what of ``params`` few requests use; ``None`` where this is none of them."""
     watched = params.repetition_detection
-    if not bad_words and params.logprob_token_ids is None and watched is None and grammar is None:
+    is_plain = not bad_words and params.logprob_token_ids is None and watched is None
+    if is_plain and grammar is None and not num_lookup_tokens:
         return None
     return RareSampling(
         bad_words,
         list(params.logprob_token_ids or ()),
         None if watched is None else (watched.min_pattern_size, watched.max_pattern_size, watched.min_count),
         grammar,
+        num_lookup_tokens,
     )
 
 

@@ -130,6 +130,9 @@ class OutputProcessor:
         for engine_id, num_preemptions in outputs.num_preemptions.items():
             if (sample := self._samples.get(engine_id)) is not None:
                 sample.num_preemptions = num_preemptions
+        for engine_id, drafts in outputs.drafts.items():
+            if (sample := self._samples.get(engine_id)) is not None:
+                sample.drafts = drafts
         for engine_id, times in outputs.timings.items():
             if (sample := self._samples.get(engine_id)) is not None:
                 sample.request.add_times(times)

@@ -50,6 +50,7 @@ class SampleState:
         "_put",
         "_queue",
         "detokenizer",
+        "drafts",
         "engine_id",
         "finish_reason",
         "index",
@@ -82,6 +83,8 @@ class SampleState:
         self.logprobs: list[TokenLogprobs] | None = [] if params.wants_logprobs else None
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.drafts: tuple[int, int] = (0, 0)
+        """Proposed and accepted ones."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.detokenizer: Detokenizer | IdsOnly = make_detokenizer(
@@ -261,6 +264,8 @@ class RequestState:
             total_time_s=now - start,
             queue_time_s=None if times is None else times.queue_s,
             prefill_time_s=None if times is None else times.prefill_s,
+            accepted_draft_tokens=sum(sample.drafts[1] for sample in self.samples),
+            proposed_draft_tokens=sum(sample.drafts[0] for sample in self.samples),
         )
 
     def completion(self, now: float) -> Completion:

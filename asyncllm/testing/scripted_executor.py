@@ -37,7 +37,7 @@ class ScriptError(RuntimeError):
 class _Row:
     """One slot of the persistent batch."""
 
-    __slots__ = ("blocks", "computed", "known", "num_prompt", "prompt", "reply", "request_id", "sampling")
+    __slots__ = ("blocks", "computed", "drafts", "known", "num_prompt", "prompt", "reply", "request_id", "sampling")
 
     def __init__(self, new: NewRequest, reply: list[int]) -> None:
         self.request_id = new.request_id
@@ -48,6 +48,7 @@ class _Row:
         self.blocks = list(new.block_ids)
         self.sampling = new.sampling
         self.reply = reply
+        self.drafts: Sequence[int] = ()  # in the step that runs
 
 
 class _Step:
@@ -256,6 +257,11 @@ class ScriptedExecutor(Executor):
             rows[new.slot] = _Row(new, self._reply(new))
         for slot, block_ids in zip(step.block_slots, step.block_ids, strict=True):
             rows[slot].blocks.extend(block_ids)
+        for slot, num_computed in zip(step.rewound_slots, step.rewound_num_computed, strict=True):
+            rows[slot].computed, rows[slot].known = num_computed, num_computed + 1
+        for slot, drafts in zip(step.draft_slots, step.draft_token_ids, strict=True):
+            rows[slot].drafts = drafts
+            rows[slot].known += len(drafts)
         if step.new_requests or step.copied_blocks:
             self._check_copies(step)
 
@@ -290,18 +296,39 @@ class ScriptedExecutor(Executor):
 
     def _next_token(self, slot: int, row: _Row, output: ModelRunnerOutput) -> int:
         position = row.known - row.num_prompt
+        if row.drafts:
+            position -= len(row.drafts)
         row.known += 1
         if position == self._fail_position and self._fail_key in _as_key(row.prompt):
             output.failed[slot] = f"scripted: logits at output position {position} are not finite"
+            row.drafts = ()
             return -1
-        reply = row.reply
+        reply, tokens = row.reply, None
         if position < len(reply):
             token = reply[position]
         else:
             token = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
+        if row.drafts:
+            tokens = self._confirm(slot, row, position, token, output)
         if row.sampling.logprobs >= 0:
-            output.logprobs[slot] = self._candidates([token], row.sampling.logprobs, row.sampling.logprob_token_ids)
+            tokens = tokens or [token]
+            output.logprobs[slot] = self._candidates(tokens, row.sampling.logprobs, row.sampling.logprob_token_ids)
         return token
+
+    def _confirm(self, slot: int, row: _Row, position: int, token: int, output: ModelRunnerOutput) -> list[int]:
+        """Return ``token`` at ``position`` and those that follow it as far as the drafts are right."""
+        tokens, reply = [token], row.reply
+        fails_at = self._fail_position if self._fail_key in _as_key(row.prompt) else -1
+        for draft in row.drafts:
+            position += 1
+            if draft != tokens[-1] or position == fails_at:
+                break
+            is_beyond = position >= len(reply)
+            others = self._tokens[position % len(self._tokens)] if reply is self._tokens else self._eos
+            tokens.append(others if is_beyond else reply[position])
+        row.drafts = ()
+        output.more_token_ids[slot] = tokens[1:]
+        return tokens
 
     def _reply(self, new: NewRequest) -> list[int]:
         prompt = _as_key(new.token_ids[: new.num_prompt_tokens])
@@ -339,6 +366,7 @@ class ScriptedExecutor(Executor):
                 "request_ids": [rows[slot].request_id for slot in step.slots],
                 "num_scheduled_tokens": list(step.num_scheduled_tokens),
                 "token_ids": list(output.token_ids),
+                "more_token_ids": {rows[slot].request_id: ids for slot, ids in output.more_token_ids.items()},
                 "new": [new.request_id for new in step.new_requests],
                 "freed": list(step.freed_slots),
             }

@@ -69,6 +69,7 @@ class RareSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprob_token_ids: list[int] = []  # reported at each output position, after the top ones
     repetition: tuple[int, int, int] | None = None  # shortest and longest pattern, and how often in a row ends it
     grammar: Grammar | None = None  # compiled in the engine core; the worker sees only the masks
+    num_lookup_tokens: int = 0  # most drafts in a step, looked up in the request's own tokens
 
 
 class EngineSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -212,6 +213,8 @@ class EngineInfo(msgspec.Struct, array_like=True, frozen=True):
     other_backends: dict[str, str] = {}  # attention backends that were not taken, and why
     graph_sizes: list[int] = []  # numbers of rows whose decode steps are CUDA graphs
     memory_plan: dict[str, int] = {}  # what the memory holds, in bytes, in words that a reader understands
+    prompt_lookup_num_tokens: int = 0  # of requests that do not say
+    prompt_lookup_step_tokens: int = 0  # drafts are added to a step up to so many tokens
 
 
 class StartupProgress(msgspec.Struct, array_like=True, tag=1):
@@ -252,6 +255,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     is_sleeping: bool = False  # after sleep(), until wake_up()
     num_dropped_tokens: int = 0  # drawn for requests that had ended or were preempted while their step was out
     num_pinned_blocks: int = 0  # kept by pinned prefixes; not free
+    num_proposed_drafts: int = 0  # guesses at next tokens that were computed
+    num_accepted_drafts: int = 0  # those of them that became tokens
 
 
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
@@ -301,6 +306,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=4, gc=False):
     num_cached_tokens: dict[int, int] = {}  # of requests admitted lately, where not 0; with their first token or before
     timings: dict[int, RequestTimes] = {}  # of requests whose first token (or end without one) is in this message
     num_preemptions: dict[int, int] = {}  # of requests preempted since the last message with tokens: how often ever
+    drafts: dict[int, tuple[int, int]] = {}  # of requests that had some in this step: proposed and accepted so far
 
 
 class UtilityResult(msgspec.Struct, array_like=True, tag=5):

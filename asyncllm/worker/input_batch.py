@@ -86,6 +86,11 @@ class InputBatch:
         for slot, block_ids in zip(step.block_slots, step.block_ids, strict=True):
             places += self.block_table.append(slot, block_ids)
             grown_by += block_ids
+        for slot, num_computed in zip(step.rewound_slots, step.rewound_num_computed, strict=True):
+            self.num_computed_tokens[slot] = num_computed
+            self.num_tokens[slot] = num_computed + 1
+        if step.draft_slots:
+            self._put_drafts(step.draft_slots, step.draft_token_ids)
 
     def _free(self, slot: int) -> None:
         del self.slot_to_request_id[slot]
@@ -108,6 +113,16 @@ class InputBatch:
         if request.sampling.prompt_logprobs >= 0 and count == request.num_prompt_tokens:
             self.slot_to_prompt_logprobs[slot] = request.sampling.prompt_logprobs
 
+    def _put_drafts(self, slots: Sequence[int], token_ids: Sequence[list[int]]) -> None:
+        """Write drafts behind the rows' tokens, and count them as tokens: what is drawn there overwrites them."""
+        begins = self.num_tokens[slots]
+        if self._host_tokens is None:
+            self._upload_to(self.tokens, slots, token_ids, np.int64, begins)
+        for slot, begin, row in zip(slots, begins.tolist(), token_ids, strict=True):
+            if self._host_tokens is not None:
+                self._host_tokens[slot, begin : begin + len(row)] = row
+            self.num_tokens[slot] += len(row)
+
     def _upload_rows(self, requests: Sequence[NewRequest]) -> None:
         """Write tokens and block ids of new requests to the device."""
         slots = [request.slot for request in requests]
@@ -115,10 +130,16 @@ class InputBatch:
         self._upload_to(self.block_tables, slots, [request.block_ids for request in requests], np.int32)
 
     def _upload_to(
-        self, matrix: torch.Tensor, rows: Sequence[int], values: Sequence[list[int]], dtype: type[np.generic]
+        self,
+        matrix: torch.Tensor,
+        rows: Sequence[int],
+        values: Sequence[list[int]],
+        dtype: type[np.generic],
+        columns: npt.NDArray[np.int64] | int = 0,
     ) -> None:
+        """Write ``values`` into ``rows`` of ``matrix``, from ``columns`` on."""
         lengths = [len(row) for row in values]
-        begins = np.repeat(np.array(rows, np.int64) * matrix.shape[1], lengths)
+        begins = np.repeat(np.array(rows, np.int64) * matrix.shape[1] + columns, lengths)
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         flat: npt.NDArray[Any] = np.fromiter((value for row in values for value in row), dtype, sum(lengths))
         places = begins + np.arange(len(flat)) - starts

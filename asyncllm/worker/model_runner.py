@@ -39,6 +39,7 @@ from asyncllm.sampling.sampler import Sampler, SamplerOutput
 from asyncllm.sampling.token_mask import TokenMasks
 from asyncllm.wire.step import ModelRunnerOutput, SchedulerOutput
 from asyncllm.worker.cuda_graphs import DecodeGraphs
+from asyncllm.worker.drafts import confirm, spread
 from asyncllm.worker.input_batch import InputBatch
 from asyncllm.worker.step_buffers import StepBuffers
 
@@ -63,13 +64,14 @@ NO_BLOCKS = np.zeros((0, 0), np.int32)  # device code reads the block tables of 
 
 @dataclass(slots=True)
 class Draws:
-    """What the rows of a step that draw a token ask for."""
+    """What is drawn in a step: one token of a row, and one more after each of its drafts."""
 
-    rows: Int64 | None  # [R] places among the rows of the step; None: all
-    is_batch: bool  # whether the flat batch is just their last tokens
+    rows: Int64 | None  # [R] places among the rows of the step; None: one draw of each, in order
+    is_batch: bool  # whether each token of the flat batch draws, in order
     metadata: SamplingMetadata
     history: TokenHistory
     masks: TokenMasks | None  # of rows under a grammar; None: there are none
+    drafted: bool = False
 
 
 @dataclass(slots=True)
@@ -133,6 +135,9 @@ class StepResult:
         return output
 
     def _fill(self, output: ModelRunnerOutput, draws: Draws, drawn: Int64, best: npt.NDArray[np.float32]) -> None:
+        if draws.drafted:
+            self._fill_drafted(output, draws, drawn, best)
+            return
         finite = np.isfinite(best)
         if not finite.all():
             # Then all were excluded: the model itself gives some token a finite logit or a NaN.
@@ -147,8 +152,32 @@ class StepResult:
             drawn = all_rows
         output.token_ids = drawn.tolist()
 
+    def _fill_drafted(
+        self, output: ModelRunnerOutput, draws: Draws, drawn: Int64, best: npt.NDArray[np.float32]
+    ) -> None:
+        assert draws.rows is not None
+        output.token_ids = [-1] * len(self._step.slots)
+        not_finite: list[int] = []
+        for found in confirm(self._step, draws.rows, drawn, best):
+            if found.has_drafts:
+                output.more_token_ids[found.slot] = found.token_ids[1:]
+            if not found.is_finite:
+                not_finite.append(found.slot)
+            if found.token_ids:
+                output.token_ids[found.row] = found.token_ids[0]
+            elif found.is_finite:
+                output.failed[found.slot] = NOTHING_LEFT
+            elif found.has_drafts:  # a wrong one may be the cause, also before its place: zero times NaN is NaN
+                output.spoiled_slots.append(found.slot)
+            else:
+                output.failed[found.slot] = NOT_FINITE
+        self._runner.scrub(self._prepared, not_finite)
+
     def _fill_logprobs(self, output: ModelRunnerOutput, metadata: SamplingMetadata, found: LogprobTensors) -> None:
-        output.logprobs = dict(zip(metadata.logprob_slots, found.to_rows(metadata.num_logprobs), strict=True))
+        for slot, rows in zip(metadata.logprob_slots, found.to_rows(metadata.num_logprobs), strict=True):
+            known = output.logprobs.setdefault(slot, rows)
+            if known is not rows and len(known.ranks) < known.width * (1 + len(output.more_token_ids[slot])):
+                _extend(known, rows)  # of the draws after a row's first one, those that count
         for slot in output.failed:
             output.logprobs.pop(slot, None)
 
@@ -246,7 +275,10 @@ class ModelRunner:
         places += positions
         batch.block_table.kv_slots(token_slots, positions, staged["slot_mapping"][:num_tokens])
         batch.num_computed_tokens[slots] = seq_lens
-        draws = self._stage_draws(staged, slots, seq_lens, query_start, step.masks)
+        if step.draft_slots:
+            draws = self._stage_drafted_draws(staged, step, slots, seq_lens, query_start)
+        else:
+            draws = self._stage_draws(staged, slots, seq_lens, query_start, step.masks)
         graph_size = self.graphs.size_for(num_rows) if num_tokens == num_rows else None
         flat = FlatBatch(
             query_lens=query_lens.astype(np.int32),
@@ -312,16 +344,48 @@ class ModelRunner:
         np.add(slots * batch.max_tokens, seq_lens, out=staged["drawn_places"][:count])
         batch.num_tokens[slots] = seq_lens + 1
         metadata = self._metadata_of(slots)
-        history = TokenHistory(batch.tokens, slots, batch.num_prompt_tokens[slots], seq_lens)
+        history = self._stage_history(staged, metadata, seq_lens)
+        return Draws(rows, is_batch, metadata, history, self._masks_of(slots, slot_to_mask))
+
+    def _stage_drafted_draws(
+        self,
+        staged: Mapping[str, npt.NDArray[Any]],
+        step: SchedulerOutput,
+        slots: Int64,
+        seq_lens: Int64,
+        query_start: npt.NDArray[np.int32],
+    ) -> Draws:
+        """As :meth:`_stage_draws`, with a draw after each draft, from the tokens up to there."""
+        batch = self.batch
+        has_caught_up = seq_lens == batch.num_tokens[slots]
+        batch.num_tokens[slots[has_caught_up]] = seq_lens[has_caught_up] + 1
+        rows, num_before, flat_places = spread(step, has_caught_up, seq_lens, query_start[1:].astype(np.int64))
+        slots, count = slots[rows], len(rows)
+        staged["last_tokens"][:count] = flat_places
+        np.add(slots * batch.max_tokens, num_before, out=staged["drawn_places"][:count])
+        metadata = self._metadata_of(slots)
+        history = self._stage_history(staged, metadata, num_before)
+        masks = self._masks_of(slots, step.masks)
+        return Draws(rows, bool(count == query_start[-1]), metadata, history, masks, drafted=True)
+
+    def _stage_history(
+        self, staged: Mapping[str, npt.NDArray[Any]], metadata: SamplingMetadata, seq_lens: Int64
+    ) -> TokenHistory:
+        """Return what each draw has before it, and stage the number at which it draws."""
+        slots, count = metadata.slots, len(metadata.slots)
+        history = TokenHistory(self.batch.tokens, slots, self.batch.num_prompt_tokens[slots], seq_lens)
         if self._stages_uniforms and not metadata.all_greedy:
             parameters = metadata.parameters
             staged["uniforms"][:count] = uniforms(parameters["seed"], parameters["sample_index"], history.positions)
             history.uniforms = self._inputs["uniforms"][:count]
-        masks = None
-        if slot_to_mask:
-            row_to_mask = {row: slot_to_mask[slot] for row, slot in enumerate(slots.tolist()) if slot in slot_to_mask}
-            masks = TokenMasks(row_to_mask, self.runtime.upload)
-        return Draws(rows, is_batch, metadata, history, masks)
+        return history
+
+    def _masks_of(self, slots: Int64, slot_to_mask: Mapping[int, bytes]) -> TokenMasks | None:
+        """Return the masks of draws under a grammar; such rows have no drafts."""
+        if not slot_to_mask:
+            return None
+        row_to_mask = {row: slot_to_mask[slot] for row, slot in enumerate(slots.tolist()) if slot in slot_to_mask}
+        return TokenMasks(row_to_mask, self.runtime.upload)
 
     def _stage_for_device(
         self, staged: Mapping[str, npt.NDArray[Any]], flat: FlatBatch, slots: Int64, graph_size: int | None
@@ -461,14 +525,15 @@ class ModelRunner:
 def _own_fields(limits: StepLimits, block_size: int) -> list[StepField]:
     rows, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     grown = rows + tokens // block_size  # a row of k new tokens begins k // block_size + 1 blocks at most
+    draws = max(rows, tokens)  # with drafts each token may draw
     return [
         StepField("positions", (tokens,), np.int64),
         StepField("token_places", (tokens,), np.int64),  # of each new token in the flattened batch
         StepField("slot_mapping", (tokens,), np.int64),
         StepField("query_start", (rows + 1,), np.int32),
-        StepField("last_tokens", (rows,), np.int64),  # in the flat batch, of each row that draws …
-        StepField("drawn_places", (rows,), np.int64),  # … and where in the flattened batch its token goes
-        StepField("uniforms", (rows,), np.float64),
+        StepField("last_tokens", (draws,), np.int64),  # in the flat batch, what each draw follows …
+        StepField("drawn_places", (draws,), np.int64),  # … and where in the flattened batch its token goes
+        StepField("uniforms", (draws,), np.float64),
         StepField("slots", (rows,), np.int32),
         StepField("seq_lens", (rows,), np.int32),
         StepField("grown_places", (grown,), np.int64),  # in the flattened block tables
@@ -479,7 +544,11 @@ def _own_fields(limits: StepLimits, block_size: int) -> list[StepField]:
 def _join(blocks: list[LogprobRows]) -> LogprobRows:
     first = blocks[0]
     for block in blocks[1:]:
-        first.token_ids += block.token_ids
-        first.logprobs += block.logprobs
-        first.ranks += block.ranks
+        _extend(first, block)
     return first
+
+
+def _extend(rows: LogprobRows, more: LogprobRows) -> None:
+    rows.token_ids += more.token_ids
+    rows.logprobs += more.logprobs
+    rows.ranks += more.ranks

@@ -120,6 +120,12 @@ def test_async_scheduling(tiny_llama: Path) -> None:
     assert all(figures["streams_2"][mode]["tokens_per_s"] > 0 for mode in ("off", "on"))
 
 
+def test_speculation(tiny_llama: Path) -> None:
+    arguments = ("--model", tiny_llama, "--streams", 2, "--tokens", 8, "--rounds", 1, "--task", "story")
+    figures = run_benchmark("speculation.py", *arguments)["figures"]
+    assert figures["story_2"]["same"] is True
+
+
 def test_shared_cores(tiny_llama: Path) -> None:
     figures = run_benchmark("shared_cores.py", "--model", tiny_llama, "--seconds", 0.3, "--streams", 2)["figures"]
     assert set(figures) == {"default", "shared"}

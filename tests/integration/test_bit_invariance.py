@@ -60,13 +60,13 @@ def recorded(model: Path, numbers: str, *, num_blocks: int, **options: Any) -> I
     sample = ModelRunner._sample  # pyright: ignore[reportPrivateUsage]
 
     def record(runner: ModelRunner, prepared: PreparedStep, hidden: torch.Tensor) -> Any:
-        if prepared.draws is not None:
-            rows, history = prepared.draws.rows, prepared.draws.history
-            ends = torch.from_numpy(prepared.batch.query_start[1:] - 1).long()
-            last = hidden[ends if rows is None else ends[rows]]
-            all_logits = runner.model.compute_logits(last)
-            for slot, num_tokens, logits in zip(history.slots, history.num_tokens, all_logits, strict=True):
-                tokens = runner.batch.tokens[slot, :num_tokens]
+        draws = prepared.draws
+        if draws is not None:
+            slots, num_tokens = draws.history.slots, draws.history.num_tokens
+            places = runner._inputs["last_tokens"][: len(slots)]  # pyright: ignore[reportPrivateUsage]
+            last = hidden if draws.is_batch else hidden.index_select(0, places)
+            for slot, count, logits in zip(slots, num_tokens, runner.model.compute_logits(last), strict=True):
+                tokens = runner.batch.tokens[slot, :count]
                 bits = logits.numpy().tobytes()
                 assert found.setdefault(tokens.numpy().tobytes(), bits) == bits
         return sample(runner, prepared, hidden)
@@ -79,8 +79,8 @@ def recorded(model: Path, numbers: str, *, num_blocks: int, **options: Any) -> I
             yield llm, found
 
 
-def generate(llm: LLM, count: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+def generate(llm: LLM, count: int, **options: Any) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, **options)
     for completion in llm.generate(prompts()[:count], params):
         assert len(completion.token_ids) == NUM_TOKENS
 
@@ -133,3 +133,19 @@ def test_the_logits_are_those_of_a_lone_request(
             assert stats.num_preemptions == 0
         elif count >= 32:  # fewer of them wait until there is room
             assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("chunk", ["whole prompts", "chunks of 13"])
+@pytest.mark.parametrize("count", [1, 7, 32])
+def test_the_logits_after_drafts_are_those_of_a_lone_request(count: int, chunk: str, tiny_llama: Path) -> None:
+    """What follows wrong drafts is nobody's output, and not looked at."""
+    native_kernels()
+    expected = lone(tiny_llama, "exact")
+    options = {"max_num_batched_tokens": CHUNKS[chunk], "num_blocks": POOLS["roomy"], "num_threads": 2}
+    options["prompt_lookup_step_tokens"] = 512  # in steps of 32 rows too
+    with recorded(tiny_llama, "exact", **options) as (llm, found):
+        generate(llm, count, prompt_lookup_num_tokens=8)
+        right = found.keys() & expected.keys()
+        assert len(right) == count * NUM_TOKENS
+        assert all(found[tokens] == expected[tokens] for tokens in right)
+        assert chunk != "whole prompts" or llm.stats().num_accepted_drafts > 0

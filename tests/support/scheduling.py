@@ -4,6 +4,7 @@ The fake worker keeps KV memory: at each position it stores a fingerprint of the
 what it reads through the block tables against the tokens it was told, so a wrong block or a stale one fails at once,
 and so does a block that is given away while a step that uses it is in the air. A token is a function of the tokens
 before it, so each output has one right answer: :func:`solo_output`. A failing row writes garbage; its readers draw it.
+After a wrong draft forced tokens are not drawn: whoever takes a draw from there is found out.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Row:
         self.num_computed_tokens: int = new.num_computed_tokens
         self.block_ids: list[int] = list(new.block_ids)
         self.sampling: EngineSampling = new.sampling
+        self.drafts: list[int] = []  # in the step that runs; they end ``token_ids`` then
 
 
 class FakeWorker:
@@ -98,6 +100,18 @@ class FakeWorker:
         ]
         for (_, target), rows in zip(copied, held, strict=True):
             self.memory.update({(target, at): prefix for at, prefix in rows.items()})
+        for slot, num_computed in zip(step.rewound_slots, step.rewound_num_computed, strict=True):
+            row = self.rows[slot]
+            assert num_computed < row.num_computed_tokens
+            row.num_computed_tokens = num_computed
+            del row.token_ids[num_computed + 1 :]
+        for slot, drafts in zip(step.draft_slots, step.draft_token_ids, strict=True):
+            row = self.rows[slot]
+            assert drafts
+            assert row.num_computed_tokens == len(row.token_ids) - 1
+            assert step.num_scheduled_tokens[step.slots.index(slot)] == 1 + len(drafts)
+            row.drafts = list(drafts)
+            row.token_ids += drafts
         assert step.slots
         assert len(set(step.slots)) == len(step.slots), "a slot stands twice in a step"
         assert sum(step.num_scheduled_tokens) == step.total_num_tokens <= self.max_num_batched_tokens
@@ -125,19 +139,32 @@ class FakeWorker:
             output.failed[slot] = self.failing[row.request_id]
             row.token_ids += [GARBAGE] * (end == len(row.token_ids))  # something is drawn for the next step
         elif end == len(row.token_ids):
-            token_id = GARBAGE if is_garbled else self.sample(row)
             self.num_drawn += 1
-            row.token_ids.append(token_id)
-            output.token_ids.append(token_id)
-            if row.sampling.logprobs >= 0:
-                output.logprobs[slot] = logprob_rows(row.token_ids, [end], row.sampling.logprobs)
+            self.draw(slot, row, output, is_garbled)
             return
+        row.drafts = []
         output.token_ids.append(-1)
 
-    def sample(self, row: Row) -> int:
-        forced = self.forced.get(row.request_id, ())
-        position = len(row.token_ids) - row.num_prompt_tokens
-        return forced[position] if position < len(forced) else next_token(row.token_ids)
+    def draw(self, slot: int, row: Row, output: ModelRunnerOutput, is_garbled: bool) -> None:
+        drafts, row.drafts = row.drafts, []
+        first = len(row.token_ids) - len(drafts)
+        drawn = [
+            GARBAGE if is_garbled else self.sample(row, row.token_ids[: first + nth]) for nth in range(len(drafts) + 1)
+        ]
+        num_right = next((nth for nth, draft in enumerate(drafts) if draft != drawn[nth]), len(drafts))
+        row.token_ids[first:] = drawn
+        output.token_ids.append(drawn[0])
+        if drafts:
+            output.more_token_ids[slot] = drawn[1 : 1 + num_right]
+        if row.sampling.logprobs >= 0:
+            positions = range(first, first + 1 + num_right)
+            output.logprobs[slot] = logprob_rows(row.token_ids, positions, row.sampling.logprobs)
+
+    def sample(self, row: Row, token_ids: list[int]) -> int:
+        forced = self.forced.get(row.request_id, [])
+        position = len(token_ids) - row.num_prompt_tokens
+        is_right = row.request_id in self.failing or token_ids[row.num_prompt_tokens :] == forced[:position]
+        return forced[position] if position < len(forced) and is_right else next_token(token_ids)
 
 
 def logprob_rows(token_ids: Sequence[int], positions: Iterable[int], num_top: int) -> LogprobRows:
@@ -163,6 +190,7 @@ class Engine:
         max_model_len: int = 4096,
         block_size: int = 16,
         hash_function: HashFunction = hash_block,
+        lookup_step_tokens: int = 64,
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options("none", block_size=block_size, **options)
@@ -172,6 +200,7 @@ class Engine:
             max_model_len=max_model_len,
             eos_token_ids=(EOS,),
             hash_function=hash_function,
+            lookup_step_tokens=lookup_step_tokens,
         )
         seats, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
         self.worker = FakeWorker(num_blocks, block_size, seats, budget)

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from asyncllm.wire.messages import EngineFinishReason, PinPrefix
+from asyncllm.wire.messages import EngineFinishReason, PinPrefix, RareSampling
 from tests.support.scheduling import EOS, Engine, solo_output
 
 PREFIXES = [[], [7] * 4, [7] * 9, [7] * 8 + [8] * 8]
@@ -32,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         poor_hash=st.booleans(),
         depth=st.integers(1, 3),
+        lookup_step_tokens=st.sampled_from([0, 9, 64]),
     )
     def start(
         self,
@@ -43,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         poor_hash: bool,
         depth: int,
+        lookup_step_tokens: int,
     ) -> None:
         options: dict[str, Any] = {"hash_function": modulo_three} if poor_hash else {}
         self.engine = Engine(
@@ -54,10 +56,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             policy=policy,
             enable_prefix_caching=caching,
+            lookup_step_tokens=lookup_step_tokens,
             **options,
         )
         self.depth = depth
-        self.prompts: dict[int, tuple[list[int], int, int]] = {}
+        self.prompts: dict[int, tuple[list[int], int, list[int]]] = {}
         self.dropped: set[int] = set()
         self.failing: set[int] = set()
 
@@ -73,6 +76,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "a"]),
         prompt_logprobs=st.sampled_from([-1, -1, -1, 0]),
         stop_after=st.sampled_from([99, 99, 0, 3, 7]),
+        num_lookup_tokens=st.sampled_from([0, 1, 8]),
+        pattern=st.lists(st.sampled_from([1, 3, 4]), max_size=6),
     )
     def add(
         self,
@@ -83,13 +88,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         prompt_logprobs: int,
         stop_after: int,
+        num_lookup_tokens: int,
+        pattern: list[int],
     ) -> None:
         prompt = prefix + tail
-        forced = [*solo_output(prompt, stop_after), EOS] if stop_after < 99 else None
+        right = (pattern * 99)[:stop_after] or solo_output(prompt, stop_after)  # with a pattern there are drafts
+        forced = [*right, EOS]
         request_id = self.engine.add(
-            prompt, max_tokens, priority=priority, salt=salt, prompt_logprobs=prompt_logprobs, logprobs=0, forced=forced
+            prompt,
+            max_tokens,
+            priority=priority,
+            salt=salt,
+            prompt_logprobs=prompt_logprobs,
+            logprobs=0,
+            forced=forced,
+            rare=RareSampling(num_lookup_tokens=num_lookup_tokens),
         )
-        self.prompts[request_id] = (prompt, max_tokens, stop_after)
+        self.prompts[request_id] = (prompt, max_tokens, forced)
 
     @precondition(lambda self: hasattr(self, "engine") and self.engine.scheduler.requests)
     @rule(data=st.data(), num_less=st.integers(0, 3), max_tokens=st.integers(1, 20))
@@ -100,13 +115,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt = request.extra_keys[0][1] if request.extra_keys else None
         if len(prompt) < 60 and 9 not in prompt:  # garbage of a request whose failure is not known yet
             branch = self.engine.add(prompt, max_tokens, salt=salt, prefix_id=parent, logprobs=0)
-            self.prompts[branch] = (prompt, max_tokens, 99)
+            self.prompts[branch] = (prompt, max_tokens, solo_output(prompt, 99))
 
     @rule(pin_id=st.sampled_from([-1, -2]), prefix=st.sampled_from(PREFIXES[1:]))
     def pin(self, pin_id: int, prefix: list[int]) -> None:
         self.engine.scheduler.pin_prefix(PinPrefix(pin_id, prefix))
         prompt = [*prefix, 1]
-        self.prompts[self.engine.add(prompt, 3, prefix_id=pin_id, logprobs=0)] = (prompt, 3, 99)
+        self.prompts[self.engine.add(prompt, 3, prefix_id=pin_id, logprobs=0)] = (prompt, 3, solo_output(prompt, 99))
 
     @rule(pin_id=st.sampled_from([-1, -2]))
     def unpin(self, pin_id: int) -> None:
@@ -179,29 +194,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         engine.scheduler.unpin_prefixes([-1, -2])
         engine.assert_empty()
         stats = engine.scheduler.stats()
-        assert engine.worker.num_drawn == stats.num_generated_tokens + stats.num_dropped_tokens
-        for request_id, (prompt, max_tokens, stop_after) in self.prompts.items():
-            self.check_output(request_id, prompt, max_tokens, stop_after)
+        num_first = stats.num_generated_tokens - stats.num_accepted_drafts
+        assert engine.worker.num_drawn == num_first + stats.num_dropped_tokens
+        for request_id, (prompt, max_tokens, right) in self.prompts.items():
+            self.check_output(request_id, prompt, max_tokens, right)
 
-    def check_output(self, request_id: int, prompt: list[int], max_tokens: int, stop_after: int) -> None:
+    def check_output(self, request_id: int, prompt: list[int], max_tokens: int, right: list[int]) -> None:
         engine = self.engine
         capacity = 4 * engine.scheduler.kv.pool.num_blocks
         num_tokens = min(max_tokens, 60 - len(prompt), capacity + 1 - len(prompt))
         tokens = engine.tokens[request_id]
-        assert tokens == [*solo_output(prompt, stop_after), EOS][: len(tokens)]
+        assert tokens == right[: len(tokens)]
         if request_id not in engine.finished:
             assert request_id in self.dropped
             return
         reason = engine.finished[request_id].reason
         if reason == EngineFinishReason.STOP:
-            assert len(tokens) == stop_after + 1
+            assert len(tokens) == len(right)
         elif reason == EngineFinishReason.LENGTH:
             assert len(tokens) == num_tokens
             sent = engine.prompt_logprobs.get(request_id)
             assert sent is None or sent.token_ids == prompt[1:]
         elif reason == EngineFinishReason.ERROR:
             assert request_id in self.failing or len(prompt) > capacity
-        assert len(engine.logprobs[request_id].token_ids if tokens else []) == len(tokens)
+        logprobs = engine.logprobs[request_id].token_ids if tokens else []
+        assert logprobs[: len(tokens)] == tokens  # a stop among drafts leaves some over
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
