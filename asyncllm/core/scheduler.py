@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncllm.core.block_hash import HashFunction, extra_keys, hash_block
+from asyncllm.core.draft_planner import DraftPlanner
+from asyncllm.core.endings import describe, end_of
 from asyncllm.core.kv_cache_manager import KVCacheManager
 from asyncllm.core.logprobs import forward_logprobs
 from asyncllm.core.request import NEVER, Request, RequestStatus, why_refused
@@ -92,8 +94,9 @@ class Scheduler:
 
         self._max_num_batched_tokens = options.max_num_batched_tokens
         self._max_chunk = options.long_prefill_token_threshold or sys.maxsize
-        self._lookup_step_tokens = min(lookup_step_tokens, options.max_num_batched_tokens)
-        self._lookup_free_tokens = lookup_free_tokens
+        self._draft_planner = DraftPlanner(
+            step_tokens=min(lookup_step_tokens, options.max_num_batched_tokens), free_tokens=lookup_free_tokens
+        )
         self._num_lookups = 0  # live requests that have one
         self._drafts: dict[Request, list[int]] = {}  # for the step that is being made
         self._has_classes = options.policy == "priority"
@@ -122,7 +125,7 @@ class Scheduler:
         num_blocks, block_size = self.kv.pool.num_blocks, self.kv.block_size
         refusal = why_refused(message, max_model_len=self.max_model_len, num_blocks=num_blocks, block_size=block_size)
         if refusal is not None:
-            self._finished.append(FinishedRequest(request_id, EngineFinishReason.ERROR, error=_describe(refusal)))
+            self._finished.append(FinishedRequest(request_id, EngineFinishReason.ERROR, error=describe(refusal)))
             return
         self._num_arrivals += 1
         request = Request(
@@ -146,7 +149,7 @@ class Scheduler:
         if request is None:
             return
         if isinstance(matcher, AsyncLLMError):
-            self._report(request, EngineFinishReason.ERROR, error=_describe(matcher))
+            self._report(request, EngineFinishReason.ERROR, error=describe(matcher))
             self._end_all([request])
             return
         request.matcher = matcher
@@ -236,7 +239,7 @@ class Scheduler:
     def _schedule_running(self, step: SchedulerOutput, rows: list[Request]) -> int:
         """First pass: serve the running requests in order; return the budget that is left."""
         budget = self._max_num_batched_tokens
-        self._drafts = self._look_up_drafts() if self._num_lookups else {}
+        self._drafts = self._draft_planner.look_up(self.running) if self._num_lookups else {}
         add_slot, add_count, add_row = step.slots.append, step.num_scheduled_tokens.append, rows.append
         for request in self.running:  # preempted ones leave its end, where the loop has not been
             if not budget:
@@ -285,25 +288,6 @@ class Scheduler:
         rows.append(request)
         self._counters.num_prefill_tokens += num_new
         return num_new
-
-    def _look_up_drafts(self) -> dict[Request, list[int]]:
-        """Return the drafts that are worth a try in the next step; none for one that should wait for its newest ids."""
-        found: dict[Request, list[int]] = {}
-        num_running = len(self.running)
-        share = self._lookup_step_tokens // num_running - 1 if num_running else 0
-        for request in self.running if share > 0 else ():
-            lookup, token_ids, num_computed = request.lookup, request.token_ids, request.num_computed_tokens
-            room = min(share, request.max_num_tokens - num_computed - 2)  # with the last token there is none to guess
-            if lookup is None or room < 1 or not request.border or request.num_drafts_out:
-                continue
-            if len(token_ids) > num_computed:
-                if drafts := lookup.propose(token_ids, room):
-                    found[request] = drafts
-            elif lookup.is_worth_waiting(token_ids):
-                found[request] = []
-        num_drafts = sum(len(drafts) or 1 for drafts in found.values())
-        is_cheap = num_running + num_drafts <= self._lookup_free_tokens
-        return found if is_cheap or 2 * num_drafts >= num_running else {}
 
     def _schedule_with_drafts(self, request: Request, step: SchedulerOutput, rows: list[Request], budget: int) -> int:
         """Let a request that has caught up compute its newest token and drafts after it; return the number of both."""
@@ -506,41 +490,12 @@ class Scheduler:
         return EngineCoreOutputs(finished=finished, stats=self.stats())
 
     def _report_if_done(self, request: Request, token_id: int) -> list[Request]:
-        """Report the end of a request that its newest token completes, and return it; nothing before ``min_tokens``."""
-        sampling, watch = request.sampling, request.repetition
-        repeats = watch is not None and watch.repeats(request.token_ids)
-        if request.matcher is not None and self._report_if_complete(request, request.matcher, token_id):
-            return [request]
-        if token_id in request.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
-            is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
-            self._report(request, EngineFinishReason.STOP, None if is_eos else token_id)
-        elif len(request.token_ids) >= request.max_num_tokens:
-            self._report(request, EngineFinishReason.LENGTH)
-        elif repeats and request.num_output_tokens >= sampling.min_tokens:
-            self._report(request, EngineFinishReason.REPETITION)
-        else:
+        """Report the end of a request that its newest token completes, and return it."""
+        end = end_of(request, token_id, self._eos_token_ids)
+        if end is None:
             return []
+        self._report(request, *end)
         return [request]
-
-    def _report_if_complete(self, request: Request, matcher: Matcher, token_id: int) -> bool:
-        """Follow the newest token in the grammar; report the end if nothing may come after it, whatever ``min_tokens``.
-
-        A stop token ends the request by itself and is not followed.
-        """
-        if token_id in request.stop_token_ids:
-            return False
-        if token_id in self._eos_token_ids:  # though the caller ignores it: nothing else may come
-            self._report(request, EngineFinishReason.STOP)
-            return True
-        try:
-            if not matcher.follow(token_id, request.max_num_tokens - len(request.token_ids)):
-                return False
-        except AsyncLLMError as error:
-            self._report(request, EngineFinishReason.ERROR, error=_describe(error))
-        else:
-            is_cut = matcher.is_shortened
-            self._report(request, EngineFinishReason.LENGTH if is_cut else EngineFinishReason.COMPLETE)
-        return True
 
     def _fail_rows(self, step: SchedulerOutput, rows: list[Request], output: ModelRunnerOutput) -> None:
         """End the requests whose rows have no valid result, and start those anew that read what they computed.
@@ -560,7 +515,7 @@ class Scheduler:
             invalid |= self.kv.invalidate(request, step.step_id)
             if request.since_step <= step.step_id:
                 message = f"the engine failed on this request: {reason}"
-                error = _describe(RequestFailedError(message, request_id=str(request.request_id)))
+                error = describe(RequestFailedError(message, request_id=str(request.request_id)))
                 self._report(request, EngineFinishReason.ERROR, error=error)
                 ended.append(request)
         self._end_all(ended)
@@ -691,8 +646,3 @@ def _masks(rows: Sequence[Request]) -> dict[int, bytes]:
         for request in rows
         if request.matcher is not None and request.num_computed_tokens == len(request.token_ids)
     }
-
-
-def _describe(error: AsyncLLMError) -> ErrorInfo:
-    """Return an error that was never raised as plain data (there is no traceback to tell of)."""
-    return ErrorInfo(type(error).__name__, error.message, {name: getattr(error, name) for name in error.fields})

@@ -30,7 +30,7 @@ from asyncllm.wire.step import NewRequest, SchedulerOutput
 from asyncllm.worker.cuda_graphs import graph_sizes
 from asyncllm.worker.device_runtime import DeviceRuntime, make_runtime
 from asyncllm.worker.memory import KVCachePlan, MemoryProfile, plan_kv_cache
-from asyncllm.worker.model_runner import ModelRunner, StepResult
+from asyncllm.worker.model_runner import ModelRunner
 from asyncllm.worker.offload import (
     check_room,
     give_back_memory,
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from asyncllm.kernels.base import Kernels
     from asyncllm.models.base import StepModel
     from asyncllm.worker.memory import DeviceMemory
+    from asyncllm.worker.step_result import StepResult
 
 __all__ = ["Worker"]
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from asyncllm import LLM, SamplingParams
-from asyncllm.worker.model_runner import ModelRunner, PreparedStep
+from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.step_result import PreparedStep
 from tests.support.kernels import native_kernels
 
 NUM_TOKENS = 40

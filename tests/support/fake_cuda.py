@@ -30,7 +30,8 @@ from asyncllm.wire.messages import EngineSampling, RareSampling
 from asyncllm.wire.step import NewRequest, SchedulerOutput
 from asyncllm.worker.cuda_graphs import graph_sizes
 from asyncllm.worker.device_runtime import DONE, DeviceRuntime, Download, Event, Graph, Staging
-from asyncllm.worker.model_runner import ModelRunner, StepResult
+from asyncllm.worker.model_runner import ModelRunner
+from asyncllm.worker.step_result import StepResult
 from tests.support import flash_attn_contract
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from asyncllm.wire.messages import (
 )
 from asyncllm.wire.step import SchedulerOutput
 from asyncllm.worker.drafts import confirm, spread
-from asyncllm.worker.model_runner import StepResult
+from asyncllm.worker.step_result import StepResult
 from tests.support.runner import POISON, VOCAB, make_runner
 from tests.support.sampling import sampling
 

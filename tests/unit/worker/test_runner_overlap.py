@@ -15,7 +15,7 @@ from asyncllm.config import EngineConfig
 from asyncllm.core.scheduler import Scheduler
 from asyncllm.wire.messages import EngineCoreRequest, EngineFinishReason, EngineSampling, SchedulerStats
 from asyncllm.wire.step import SchedulerOutput
-from asyncllm.worker.model_runner import StepResult
+from asyncllm.worker.step_result import StepResult
 from tests.support.runner import POISON, make_runner
 from tests.support.sampling import sampling
 
