@@ -1,6 +1,6 @@
 """Have the model fill in an object: its text follows the type's schema token by token, and comes back parsed.
 
-python examples/structured_output.py MODEL      (pip install 'asyncllm[structured]')
+python examples/structured_output.py MODEL      (in a clone: pip install -e '.[structured]')
 """
 
 import sys

@@ -102,7 +102,7 @@ class GrammarCompiler:
             from llguidance import LLMatcher
         except ImportError as error:
             raise MissingDependencyError(
-                f"{grammar.parameter} needs the package llguidance: pip install 'asyncllm[structured]'",
+                f"{grammar.parameter} needs the package llguidance: pip install 'llguidance>=1.7,<2'",
                 package="llguidance",
             ) from error
         if self._vocabulary is None:
