@@ -14,6 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncllm import errors as errors
     from asyncllm.async_llm import AsyncLLM, run
     from asyncllm.config import EngineConfig
     from asyncllm.errors import (
@@ -129,6 +130,8 @@ logging.getLogger("asyncllm").addHandler(logging.NullHandler())  # silent unless
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":  # `except asyncllm.errors.RequestError` without an import of the module
+        return importlib.import_module("asyncllm.errors")
     if name not in __all__:
         raise AttributeError(f"module 'asyncllm' has no attribute {name!r}")
     module = importlib.import_module("asyncllm." + _NAME_TO_MODULE.get(name, "errors"))
@@ -137,4 +140,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "errors"})

@@ -51,6 +51,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = asyncllm.no_such_name
 
 
+def test_the_errors_module_needs_no_import_of_its_own() -> None:
+    code = "import asyncllm, sys; assert 'asyncllm.errors' not in sys.modules; print(asyncllm.errors.RequestError)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert "asyncllm.errors.RequestError" in done.stdout, done.stderr
+    assert "errors" in dir(asyncllm)
+
+
 def test_every_public_name_has_a_docstring() -> None:
     for name in asyncllm.__all__:
         value = getattr(asyncllm, name)
