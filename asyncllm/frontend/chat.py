@@ -8,16 +8,18 @@ How the arguments work together:
 * ``tool_choice="none"`` leaves the tools out of the prompt; the output is not searched for calls.
 * ``"auto"``, or nothing, with ``tools``: the model decides; a parser must be known, or named, or waived with "none".
 * ``"required"``, or the name of a tool: the whole output is JSON by a schema. Reasoning is not looked for.
+* Tools that the prompt does not show, since the template knows none and no message names them, are refused.
 * Reasoning is looked for in every other chat with a model that shows the markers, tools or not.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from asyncllm.errors import InvalidParameterError, shown
+from asyncllm.errors import ChatTemplateError, InvalidParameterError, shown
 from asyncllm.frontend.chat_template import ChatTemplate
 from asyncllm.frontend.parsing.forced import forced_schema, named_tool, tool_names
 from asyncllm.frontend.parsing.reasoning import REASONING_MARKERS
@@ -25,7 +27,7 @@ from asyncllm.frontend.parsing.select import OutputFormat, detect_reasoning_pars
 from asyncllm.frontend.parsing.tools import SPECIAL_MARKERS, TOOL_PARSERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from asyncllm.checkpoint import Checkpoint
     from asyncllm.config import EngineConfig
@@ -42,6 +44,10 @@ OWN_VARIABLES = (
     "self",
 )
 """What a template gets from other arguments than ``chat_template_kwargs``."""
+NOT_SHOWN = (
+    "this chat template does not show tools to the model; give chat_template= one that does (examples/tools.py), "
+    "or describe them in a message"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,17 +102,21 @@ class ChatProcessor:
         """
         variables = _checked_variables(options.chat_template_kwargs)
         tools, choice, forced_tool = _resolved_tools(options)
+        names = tool_names(tools or ())
         shows_generation = options.add_generation_prompt
         source = self._template.source(_checked_template(options), has_tools=bool(tools))
-        output = self._format(source, options, tools, choice, forced_tool)
-        text = self._template.render(
+        render = functools.partial(
+            self._template.render,
             messages,
-            tools=tools,
             add_generation_prompt=not options.continue_final_message if shows_generation is None else shows_generation,
             continue_final_message=options.continue_final_message,
             chat_template=source,
             **variables,
         )
+        text = render(tools=tools)
+        if not all(name in text for name in names):
+            _check_shown(tools, text, render)
+        output = self._format(source, options, tools, choice, forced_tool)
         if (
             output is not None
             and output.reasoning is not None
@@ -175,6 +185,20 @@ def _resolved_tools(options: ChatOptions) -> tuple[list[Any] | None, str, str | 
         _refuse("tool_choice", cast("object", choice), "given with tools")
     names = tool_names(tools)
     return tools, "required", None if choice == "required" else named_tool(choice, names)
+
+
+def _check_shown(tools: list[Any] | None, text: str, render: Callable[..., str]) -> None:
+    """Refuse ``tools`` that the model does not see: without them the prompt would be this ``text`` too.
+
+    Not for tools that ``text`` names, whatever the template does: a message may describe them.
+    """
+    try:
+        is_same = render(tools=None) == text
+    except ChatTemplateError:  # it cannot do without tools, so it reads them
+        return
+    if is_same:
+        value, limit = shown(tools), "tools that the prompt shows"
+        raise InvalidParameterError(NOT_SHOWN, parameter="tools", value=value, limit=limit)
 
 
 def _ends_open(text: str, markers: tuple[str, str], messages: Sequence[Any], options: ChatOptions) -> bool:

@@ -135,6 +135,23 @@ def test_no_tools_are_shown_with_none(folder: Path) -> None:
     assert prompt(folder, PLAIN, tools=[]).text == "Hi"
 
 
+def test_tools_that_the_model_would_not_see_are_refused(folder: Path) -> None:
+    deaf = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for choice in ("auto", "required", "get_weather"):
+        with pytest.raises(
+            InvalidParameterError, match="does not show tools to the model; give chat_template="
+        ) as caught:
+            prompt(folder, deaf, tools=[WEATHER], tool_choice=choice)
+        assert caught.value.parameter == "tools"
+    assert prompt(folder, deaf, tools=[WEATHER], tool_choice="none").text == "Hi"
+    described = [{"role": "user", "content": "Call get_weather."}]
+    assert prompt(folder, deaf, described, tools=[WEATHER]).output is not None
+    with pytest.raises(InvalidParameterError, match="does not show tools"):
+        prompt(folder, deaf, described, tools=[WEATHER, TIME])
+    needy = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}"
+    assert prompt(folder, needy, tools=[WEATHER]).text == ""
+
+
 @pytest.mark.parametrize(
     ("choice", "forced"),
     [
