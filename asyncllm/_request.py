@@ -172,7 +172,8 @@ def make_params(params: SamplingParams | None, options: SamplingOptions) -> Samp
     """Return the parameters that a caller gave, as an object or as keywords.
 
     :raises InvalidParameterError: a keyword is out of range.
-    :raises TypeError: a keyword is unknown, or both forms were used.
+    :raises UnknownParameterError: a keyword is none of them.
+    :raises TypeError: both forms were used.
     """
     if params is None:
         return SamplingParams(**options)

@@ -9,6 +9,7 @@
     │   └── CheckpointError                    files that contradict each other or are damaged
     ├── RequestError (ValueError)              this request is refused before anything is sent; nothing else is harmed
     │   ├── InvalidParameterError              a sampling parameter or prompt is out of range
+    │   │   ├── UnknownParameterError (TypeError)  no parameter has this name; says which one may be meant
     │   │   └── ChatTemplateError              the model's chat template refuses the messages, or fails on them
     │   ├── PromptTooLongError                 the prompt leaves no room for an output token
     │   ├── RequestTooLargeError               can never fit the KV blocks of this engine
@@ -53,6 +54,7 @@ __all__ = [
     "RequestError",
     "RequestFailedError",
     "RequestTooLargeError",
+    "UnknownParameterError",
     "UnsupportedModelError",
     "UsageError",
     "UtilityError",
@@ -227,6 +229,10 @@ class RequestError(AsyncLLMError, ValueError):
 
 class InvalidParameterError(RequestError):
     """A sampling parameter or a prompt is of the wrong type or out of its range."""
+
+
+class UnknownParameterError(InvalidParameterError, TypeError):
+    """There is no sampling parameter of this name; also a TypeError, as it is for a function's keywords."""
 
 
 class ChatTemplateError(InvalidParameterError):

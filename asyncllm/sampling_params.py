@@ -6,12 +6,13 @@ context) are checked by :class:`asyncllm.frontend.input_processor.InputProcessor
 
 from __future__ import annotations
 
+import difflib
 import math
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import msgspec
 
-from asyncllm.errors import InvalidParameterError, shown
+from asyncllm.errors import InvalidParameterError, UnknownParameterError, shown
 
 __all__ = ["RepetitionDetectionParams", "SamplingParams"]
 
@@ -38,11 +39,39 @@ FLAGS = (
 STRUCTURES = ("schema", "regex", "choice", "grammar", "json_object")
 """The fields that say what the output as a whole has to match; a request has one of them at most."""
 
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "num_return_sequences": "n",
+    "response_format": "schema",
+}
+"""What other libraries call a field, where the letters do not tell."""
 
-class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class _NamesUnknownFields(msgspec.StructMeta):
+    """Makes an unknown keyword an error that names the field which may be meant; costs nothing where there is none."""
+
+    if not TYPE_CHECKING:  # type checkers know the fields from the class itself
+
+        def __call__(self, *args, **options):
+            try:
+                return super().__call__(*args, **options)
+            except TypeError as error:
+                known = self.__struct_fields__
+                unknown = [name for name in options if name not in known]
+                if not unknown:
+                    raise
+                raise _unknown(unknown[0], known) from error
+
+
+class RepetitionDetectionParams(
+    msgspec.Struct, metaclass=_NamesUnknownFields, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """Which repetition ends a sample; names and meaning are those of vLLM.
 
     :raises InvalidParameterError: a field is of the wrong type or out of range; names field, value and limit.
+    :raises UnknownParameterError: there is no field of this name.
     """
 
     max_pattern_size: int
@@ -61,10 +90,13 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, forbi
             _refuse("min_pattern_size", self.min_pattern_size, limit)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(
+    msgspec.Struct, metaclass=_NamesUnknownFields, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """How the tokens of one request are drawn and when it ends.
 
     :raises InvalidParameterError: a field is of the wrong type or out of range; names field, value and limit.
+    :raises UnknownParameterError: there is no field of this name.
     """
 
     n: int = 1
@@ -261,6 +293,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _refuse("bad_words", word, f"non-empty strings of at most {MAX_BAD_WORD_CHARS} characters")
             if any("\ud800" <= letter <= "\udfff" for letter in word):
                 _refuse("bad_words", word, "text that UTF-8 can hold")
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> UnknownParameterError:
+    near = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return UnknownParameterError(f"there is no sampling parameter {name!r}{hint}", parameter=name)
 
 
 def _refuse(parameter: str, value: object, limit: str) -> NoReturn:

@@ -25,7 +25,7 @@ ALL = [getattr(errors, name) for name in errors.__all__ if name not in ("ErrorIn
 
 def test_the_docstring_prints_every_error_and_no_other() -> None:
     printed = re.findall(r"\b\w+Error\b", errors.__doc__ or "")
-    builtin = {"ValueError", "RuntimeError", "FileNotFoundError", "ImportError"}
+    builtin = {"ValueError", "RuntimeError", "FileNotFoundError", "ImportError", "TypeError"}
     assert set(printed) - builtin == {cls.__name__ for cls in ALL}
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncllm.errors import InvalidParameterError
-from asyncllm.sampling_params import SamplingParams
+from asyncllm import AsyncLLM
+from asyncllm.errors import InvalidParameterError, UnknownParameterError
+from asyncllm.sampling_params import RepetitionDetectionParams, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,25 @@ def test_stop_strings_need_detokenizing() -> None:
 
 
 def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(TypeError, match="best_of"):
+    with pytest.raises(TypeError, match=r"there is no sampling parameter 'best_of'$"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no sampling parameter"):
+        RepetitionDetectionParams(max_pattern_size=3, min_count=2, n=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(0.5)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("topk", "top_k")]
+)
+def test_a_mistyped_field_names_the_one_that_is_meant(wrong: str, meant: str) -> None:
+    given: Any = {wrong: 3}
+    for call in (lambda: SamplingParams(**given), lambda: AsyncLLM("nowhere").stream("x", **given)):
+        with pytest.raises(UnknownParameterError, match=f"{wrong!r}; did you mean {meant!r}") as caught:
+            call()
+        assert isinstance(caught.value, InvalidParameterError)
+        assert isinstance(caught.value, TypeError)
+        assert caught.value.parameter == wrong
 
 
 def test_the_object_is_frozen_and_its_fields_are_not_rewritten() -> None:
