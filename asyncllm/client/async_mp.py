@@ -52,7 +52,7 @@ class AsyncMPClient(MPClient):
         """
         if self._connection is not None:
             raise UsageError("this client was started already")
-        connection = self._connection = EngineConnection(self._config)
+        connection = self._connection = EngineConnection(self._config, "await llm.start() starts a new one")
         finalizer = self._finalizer = weakref.finalize(self, connection.close, grace_s=TERMINATE_TIMEOUT_S)
         try:
             with anyio.move_on_after(connection.startup_timeout_s):

@@ -90,11 +90,14 @@ class PendingCall:
 class EngineConnection:
     """Starts the engine process; see the module for who may call what.
 
+    ``remedy`` is what a caller is told to do when a signal has ended it.
+
     :raises ConfigError: the configuration holds something that is not plain data.
     :raises EngineStartError: the process could not be started.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, remedy: str = "start a new one") -> None:
+        self._remedy = remedy
         self._decode = output_decoder()
         self._configure: bytes | None = _encode_config(config)
         self.startup_timeout_s = _startup_timeout_s(config)
@@ -336,9 +339,14 @@ class EngineConnection:
         if self._death is None:
             self.process.kill()  # what it left in its session, and itself if it said it dies and does not
             exit_code = self._wait_for_exit_code()
-            said = "was closed" if self._is_closing or self._closed else describe_exit(exit_code)
+            is_closed = self._is_closing or self._closed
+            said = "was closed" if is_closed else describe_exit(exit_code)
+            if exit_code == -signal.SIGKILL and not is_closed:
+                said += " (often the kernel's out-of-memory killer)"
+            cause = f": {self._cause}" if self._cause else ""
+            remedy = f"; {self._remedy}" if exit_code is not None and exit_code < 0 and not is_closed else ""
             self._death = (
-                f"engine process {self.process.pid} {said}" + (f": {self._cause}" if self._cause else ""),
+                f"engine process {self.process.pid} {said}{cause}{remedy}",
                 exit_code,
                 self.process.runtime_dir.log_tail(),
             )

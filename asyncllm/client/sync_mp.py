@@ -39,7 +39,7 @@ class SyncMPClient(MPClient, SyncEngineCoreClient):
     def start(self, report: ReportStartup | None = None) -> EngineInfo:  # noqa: D102
         if self._connection is not None:
             raise UsageError("this client was started already")
-        connection = self._connection = EngineConnection(self._config)
+        connection = self._connection = EngineConnection(self._config, "make a new LLM to go on")
         finalizer = self._finalizer = weakref.finalize(self, connection.close, grace_s=TERMINATE_TIMEOUT_S)
         try:
             self.info = self._wait_until_ready(connection, report)
