@@ -12,11 +12,12 @@ import itertools
 import os
 import time
 import weakref
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import anyio.to_thread
 
-from asyncllm._event_loop import current_event_loop
+from asyncllm._event_loop import current_event_loop, running_event_loop
 from asyncllm._fan_out import FanOut
 from asyncllm._request import ChatOptions, ChatRequest, PromptRequest, make_config, make_params
 from asyncllm._start import SharedStart
@@ -24,7 +25,7 @@ from asyncllm.errors import ConfigError, DuplicateRequestError, UsageError
 from asyncllm.token_stream import StreamInbox, TokenStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Unpack
 
@@ -449,7 +450,14 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, debug: bool | N
     """Return what ``main(*args)`` returns, run in a new event loop: uvloop's where it is installed, else asyncio's.
 
     As ``asyncio.run``: the main thread only gets KeyboardInterrupt as a cancellation, tasks left over are cancelled.
+
+    :raises UsageError: a loop runs in this thread already, or ``main`` is a coroutine instead of a function.
     """
+    if isinstance(main, Coroutine):
+        main.close()  # it will never be awaited, and that is told here
+        raise UsageError("asyncllm.run(main()) was given a coroutine; pass the function, not its call: run(main)")
+    if running_event_loop() is not None:
+        raise UsageError("a loop is running here (a notebook?): write `await main()` in place of asyncllm.run(main)")
     try:
         import uvloop
     except ImportError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import typing
 from pathlib import Path
@@ -10,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 
 from asyncllm._request import ChatRequest, PromptRequest, SamplingOptions, make_config, make_params
-from asyncllm.async_llm import AsyncLLM
+from asyncllm.async_llm import AsyncLLM, run
 from asyncllm.config import EngineConfig
-from asyncllm.errors import ConfigError, InvalidParameterError
+from asyncllm.errors import ConfigError, InvalidParameterError, UsageError
 from asyncllm.llm import LLM
 from asyncllm.llm_engine import LLMEngine
 from asyncllm.sampling_params import SamplingParams
@@ -30,6 +31,21 @@ def test_the_keywords_are_the_sampling_parameters() -> None:
 def test_every_facade_takes_them(method: object) -> None:
     parameters = inspect.signature(method).parameters  # type: ignore[arg-type]
     assert parameters["sampling"].annotation == "Unpack[SamplingOptions]"
+
+
+def test_run_takes_a_function_where_no_loop_runs() -> None:
+    async def main() -> int:
+        return 3
+
+    async def nested() -> None:
+        with pytest.raises(UsageError, match=r"a loop is running here .*write `await main\(\)`"):
+            run(main)
+
+    with pytest.raises(UsageError, match="pass the function, not its call"):
+        run(main())  # type: ignore[arg-type] # and no "never awaited", which would be an error here
+    gc.collect()
+    assert run(main) == 3
+    run(nested)
 
 
 def test_params_come_as_an_object_or_as_keywords() -> None:
