@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import anyio
 import anyio.lowlevel
@@ -25,7 +25,7 @@ from asyncllm.errors import AsyncLLMError, UsageError
 from asyncllm.outputs import Completion, FinishReason, TokenDelta, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
     from types import TracebackType
     from typing import Unpack
 
@@ -261,6 +261,16 @@ class TokenStream:
 
     def __aiter__(self) -> Self:
         return self
+
+    def __await__(self) -> Generator[Any, Any, NoReturn]:
+        self._refuse_use()
+
+    def __iter__(self) -> NoReturn:
+        self._refuse_use()
+
+    def _refuse_use(self) -> NoReturn:
+        self._inbox.discard()  # nobody will read it
+        raise UsageError("this is a stream: iterate it with `async for`, or `await stream.completion()`")
 
     async def __anext__(self) -> TokenDelta:
         """Return the next item; cancelling this call aborts the request.

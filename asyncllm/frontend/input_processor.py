@@ -452,8 +452,15 @@ def _plain_ids(prompt: Any) -> list[int]:
                 raise TypeError
             ids[index] = operator.index(token_id)
         except TypeError:
-            _refuse(f"prompt[{index}]", token_id, "an integer token id")
+            _refuse(f"prompt[{index}]", token_id, f"an integer token id{_hint(token_id)}")
     return ids
+
+
+def _hint(item: object) -> str:
+    """Return what to do with a prompt that is a list of such items."""
+    if isinstance(item, Mapping):
+        return "; for messages use chat()"
+    return "; one prompt per call: asyncio.gather them, llm.map, or use LLM" if isinstance(item, str) else ""
 
 
 def _refuse(parameter: str, value: object, limit: str, what: str | None = None) -> NoReturn:

@@ -450,3 +450,11 @@ def test_a_stream_belongs_to_one_event_loop() -> None:
             await anext(stream)
 
     anyio.run(read, anyio.run(open_one))
+
+
+async def test_a_stream_that_is_awaited_or_iterated_like_a_list_says_how_it_is_read() -> None:
+    for misuse in ("await", "for"):
+        stream, _, port = running()
+        with pytest.raises(UsageError, match=r"iterate it with `async for`, or `await stream.completion\(\)`"):
+            await stream if misuse == "await" else list(stream)  # type: ignore[call-overload]
+        assert port.asked == ["abort"], "nobody reads it: the engine is told at once"

@@ -290,6 +290,21 @@ def test_chat(processor: InputProcessor) -> None:
     assert ids[0] == 258
 
 
+@pytest.mark.parametrize(
+    ("prompt", "remedy"),
+    [
+        ([{"role": "user", "content": "x"}], "for messages use chat()"),
+        (["a", "b"], "one prompt per call: asyncio.gather"),
+    ],
+)
+def test_a_prompt_of_messages_or_of_several_texts_names_the_call_for_it(
+    processor: InputProcessor, prompt: Any, remedy: str
+) -> None:
+    with pytest.raises(InvalidParameterError, match=re.escape(remedy)) as caught:
+        processor.process(prompt)
+    assert caught.value.parameter == "prompt[0]"
+
+
 def test_a_prompt_id_that_cannot_be_printed_is_refused(processor: InputProcessor) -> None:
     with pytest.raises(InvalidParameterError, match=re.escape("prompt[0] is <int>")):
         processor.process([10**5000])
