@@ -136,12 +136,14 @@ def plan_kv_cache(
         room = _Room(budget, "gpu_memory_utilization", f" ({profile.describe(utilization)})")
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
-        option = f"num_blocks={num_blocks}"
-        _check_fits((num_blocks + 1) * bytes_per_block, room, option, bytes_per_block, block_size)
+        most = max(room.free_bytes // bytes_per_block - 1, 0)
+        _check_fits("num_blocks", num_blocks, most, (num_blocks + 1) * bytes_per_block, room, most * block_size)
     elif cache.kv_cache_bytes is not None:
         num_blocks = cache.kv_cache_bytes // bytes_per_block - 1
-        option = f"kv_cache_bytes={cache.kv_cache_bytes}"
-        _check_fits(cache.kv_cache_bytes, room, option, bytes_per_block, block_size)
+        most = max(room.free_bytes // bytes_per_block - 1, 0)
+        _check_fits(
+            "kv_cache_bytes", cache.kv_cache_bytes, room.free_bytes, cache.kv_cache_bytes, room, most * block_size
+        )
     else:
         budget = budget if cap_bytes is None else min(budget, cap_bytes)
         num_blocks = min(budget // bytes_per_block - 1, config.scheduler.max_num_seqs * blocks_per_request)
@@ -152,31 +154,45 @@ def plan_kv_cache(
         return KVCachePlan(num_blocks=num_blocks, max_model_len=num_blocks * block_size)
     if num_blocks and cache.num_blocks is not None:
         return KVCachePlan(num_blocks=num_blocks, max_model_len=wanted_len)
+    needed_bytes = (blocks_per_request + 1) * bytes_per_block
+    if cache.kv_cache_bytes is not None:
+        raise _insufficient(
+            f"kv_cache_bytes={cache.kv_cache_bytes} holds {num_blocks} KV blocks ({bytes_per_block} bytes each, one "
+            f"more is never used); one request of max_model_len={wanted_len} needs {blocks_per_request}",
+            f"Raise kv_cache_bytes to at least {needed_bytes}, or lower max_model_len",
+            needed_bytes=needed_bytes,
+            available_bytes=cache.kv_cache_bytes,
+            max_model_len_fit=num_blocks * block_size,
+        )
+    available_bytes = (num_blocks + 1) * bytes_per_block if num_blocks else room.free_bytes
+    fewer = ", max_num_batched_tokens or max_num_seqs" if room.explanation else ""
     raise _insufficient(
-        f"one request of max_model_len={wanted_len} needs {blocks_per_request} KV blocks",
-        room,
-        needed_bytes=(blocks_per_request + 1) * bytes_per_block,
-        available_bytes=(num_blocks + 1) * bytes_per_block if num_blocks else room.free_bytes,
+        f"one request of max_model_len={wanted_len} needs {blocks_per_request} KV blocks ({_mib(needed_bytes)}), but "
+        f"there is room for {_mib(available_bytes)}{room.explanation}",
+        f"Lower max_model_len{fewer}, or give the KV cache more memory with kv_cache_bytes or {room.option}",
+        needed_bytes=needed_bytes,
+        available_bytes=available_bytes,
         max_model_len_fit=num_blocks * block_size,
     )
 
 
-def _check_fits(needed_bytes: int, room: _Room, option: str, bytes_per_block: int, block_size: int) -> None:
+def _check_fits(option: str, value: int, most: int, needed_bytes: int, room: _Room, max_model_len_fit: int) -> None:
+    """Refuse an ``option`` whose blocks take more memory than there is; ``most`` is what it could be."""
     if needed_bytes > room.free_bytes:
-        fit = max(room.free_bytes // bytes_per_block - 1, 0) * block_size
         raise _insufficient(
-            option, room, needed_bytes=needed_bytes, available_bytes=room.free_bytes, max_model_len_fit=fit
+            f"{option}={value} ({_mib(needed_bytes)}), but there is room for {_mib(room.free_bytes)}{room.explanation}",
+            f"Lower {option} to at most {most}",
+            needed_bytes=needed_bytes,
+            available_bytes=room.free_bytes,
+            max_model_len_fit=max_model_len_fit,
         )
 
 
 def _insufficient(
-    what: str, room: _Room, *, needed_bytes: int, available_bytes: int, max_model_len_fit: int
+    what: str, remedy: str, *, needed_bytes: int, available_bytes: int, max_model_len_fit: int
 ) -> InsufficientMemoryError:
-    fewer = ", max_num_batched_tokens or max_num_seqs" if room.explanation else ""
     return InsufficientMemoryError(
-        f"{what} ({_mib(needed_bytes)}), but there is room for {_mib(available_bytes)}"
-        f"{room.explanation}; the largest max_model_len that would fit is {max_model_len_fit}. Lower max_model_len"
-        f"{fewer}, or give the KV cache more memory with kv_cache_bytes or {room.option}.",
+        f"{what}; the largest max_model_len that would fit is {max_model_len_fit}. {remedy}.",
         phase="determine_num_blocks",
         max_model_len_fit=max_model_len_fit,
         needed_bytes=needed_bytes,

@@ -63,6 +63,25 @@ def test_options_beyond_the_free_memory_are_refused() -> None:
     assert caught.value.max_model_len_fit == 999 * 16
 
 
+def test_kv_cache_bytes_that_hold_no_block_say_what_is_needed() -> None:
+    words = r"kv_cache_bytes=1000 holds 0 KV blocks.*needs 64; .*Raise kv_cache_bytes to at least 68157440, or lower"
+    with pytest.raises(InsufficientMemoryError, match=words) as caught:
+        plan(kv_cache_bytes=1000)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (65 * MIB, 1000)
+    assert plan(kv_cache_bytes=65 * MIB).max_model_len == 1024
+
+
+def test_options_beyond_the_memory_say_what_they_can_be() -> None:
+    with pytest.raises(
+        InsufficientMemoryError, match=rf"but there is room for .*Lower kv_cache_bytes to at most {MIB * 1000}\.$"
+    ):
+        plan(kv_cache_bytes=10**12)
+    assert plan(kv_cache_bytes=1000 * MIB).num_blocks == 999
+    with pytest.raises(InsufficientMemoryError, match=r"Lower num_blocks to at most 999\.$"):
+        plan(num_blocks=1000)
+    assert plan(num_blocks=999).num_blocks == 999
+
+
 def test_no_room_for_a_single_block() -> None:
     with pytest.raises(InsufficientMemoryError) as caught:
         plan(free_bytes=2 * MIB)
