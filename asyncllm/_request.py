@@ -134,7 +134,7 @@ class ChatRequest(_Request):
         """Return the engine requests.
 
         :raises RequestError: something is wrong with the request, or the template refuses the messages.
-        :raises UnsupportedModelError: the template is not valid jinja.
+        :raises UnsupportedModelError: the model's template is not valid jinja.
         """
         prompt = inputs.chat.make_prompt(self.messages, self.options)
         return inputs.process(

@@ -73,10 +73,15 @@ class ChatPrompt:
 
 
 class ChatProcessor:
-    """Makes prompts of messages. Safe to use from several threads."""
+    """Makes prompts of messages. Safe to use from several threads.
+
+    :raises ConfigError: the option ``chat_template`` is not valid jinja.
+    """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
         self._template = ChatTemplate.from_checkpoint(checkpoint, config.model.chat_template)
+        if config.model.chat_template is not None:
+            self._template.prepare()  # told now, not by the first chat
         self._tokenizer = tokenizer
         self._tool_parser = config.frontend.tool_parser
         self._reasoning_parser = config.frontend.reasoning_parser
@@ -98,7 +103,7 @@ class ChatProcessor:
 
         :raises InvalidParameterError: messages or options are malformed or contradict each other.
         :raises ChatTemplateError: the template refuses the messages.
-        :raises UnsupportedModelError: the template is not valid jinja.
+        :raises UnsupportedModelError: the model's template is not valid jinja.
         """
         variables = _checked_variables(options.chat_template_kwargs)
         tools, choice, forced_tool = _resolved_tools(options)

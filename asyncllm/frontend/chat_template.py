@@ -16,8 +16,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from asyncllm.errors import ChatTemplateError, InvalidParameterError, UnsupportedModelError, shown
-from asyncllm.frontend.template_compiler import CompiledTemplate, TemplateRefusal, compile_template
+from asyncllm.errors import (
+    AsyncLLMError,
+    ChatTemplateError,
+    ConfigError,
+    InvalidParameterError,
+    UnsupportedModelError,
+    shown,
+)
+from asyncllm.frontend.template_compiler import CompiledTemplate, InvalidTemplate, TemplateRefusal, compile_template
 
 if TYPE_CHECKING:
     from asyncllm.checkpoint import Checkpoint
@@ -39,18 +46,26 @@ class ChatTemplate:
     """A model's chat template, compiled on first use. Safe to use from several threads."""
 
     def __init__(
-        self, source: str | None, *, special_tokens: Mapping[str, str] | None = None, model: str = "", named: Any = None
+        self,
+        source: str | None,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        model: str = "",
+        named: Any = None,
+        is_option: bool = False,
     ) -> None:
         """Keep the text of a template, ``None`` where the model has none.
 
         ``special_tokens`` (``bos_token`` …) are variables of the template; ``named`` maps further templates by name, of
-        which ``tool_use`` is taken where tools are given.
+        which ``tool_use`` is taken where tools are given. ``is_option``: the text is the
+        engine's option, not the model's.
         """
         self._model = model
         self._special_tokens = dict(special_tokens or {})
         self._name_to_source: dict[str, str] = {**(named or {})}
         if source is not None:
             self._name_to_source["default"] = source
+        self._is_option = is_option
         self._source_to_compiled: dict[str, CompiledTemplate] = {}
 
     @classmethod
@@ -60,10 +75,14 @@ class ChatTemplate:
         special = {key: value for key, value in config.items() if key.endswith("_token") and isinstance(value, str)}
         source = config.get("chat_template") if override is None else override
         named = config.get("chat_templates") if override is None else None
-        return cls(source, special_tokens=special, model=checkpoint.source, named=named)
+        is_option = override is not None
+        return cls(source, special_tokens=special, model=checkpoint.source, named=named, is_option=is_option)
 
     def prepare(self) -> None:
-        """Compile the model's templates, so that rendering takes microseconds; the first chat tells what is wrong."""
+        """Compile the model's templates, so that rendering takes microseconds; the first chat tells what is wrong.
+
+        :raises ConfigError: the option ``chat_template`` is not valid jinja.
+        """
         for source in self._name_to_source.values():
             with contextlib.suppress(UnsupportedModelError):
                 self._compiled(source)
@@ -108,7 +127,8 @@ class ChatTemplate:
 
         :raises InvalidParameterError: messages are malformed, or there is no template.
         :raises ChatTemplateError: the template refuses them, in its own words (``reason``), or fails on them.
-        :raises UnsupportedModelError: the template is not valid jinja.
+        :raises UnsupportedModelError: the model's template is not valid jinja; a template that was given:
+            InvalidParameterError, as an option: ConfigError.
         """
         try:
             chat, plain_tools = _plain_messages(messages), _plain_tools(tools)
@@ -140,11 +160,26 @@ class ChatTemplate:
             reason=str(error) if isinstance(error, TemplateRefusal) else None,
         )
 
+    def _invalid(self, source: str, why: str) -> AsyncLLMError:
+        """Return the error that blames whose template it is: the request's, the engine's option, or the model's."""
+        if source in self._name_to_source.values() and not self._is_option:
+            return UnsupportedModelError(
+                f"the chat template of {self._model!r} is not valid: {why}. Give `chat_template=` another one",
+                model=self._model,
+                feature="chat template",
+            )
+        kind = ConfigError if source in self._name_to_source.values() else InvalidParameterError
+        value, limit = shown(source), "jinja text, or the name of one of the model's templates"
+        return kind(f"chat_template is not valid: {why}", parameter="chat_template", value=value, limit=limit)
+
     def _compiled(self, source: str) -> CompiledTemplate:
         known = self._source_to_compiled
         compiled = known.get(source)
         if compiled is None:
-            compiled = compile_template(source, self._model)
+            try:
+                compiled = compile_template(source)
+            except InvalidTemplate as error:
+                raise self._invalid(source, str(error)) from error
             if len(known) >= MAX_COMPILED:  # the newest of the strangers goes, the model's own were first
                 known.pop(next(reversed(known)), None)
             known[source] = compiled

@@ -12,20 +12,22 @@ import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from asyncllm.errors import UnsupportedModelError
-
 if TYPE_CHECKING:
     import jinja2  # noqa: TC004 - a field's type, which nobody evaluates
     from jinja2 import nodes
     from jinja2.parser import Parser
 
-__all__ = ["CompiledTemplate", "TemplateRefusal", "compile_template"]
+__all__ = ["CompiledTemplate", "InvalidTemplate", "TemplateRefusal", "compile_template"]
 
 ARGUMENT_TEXT = re.compile(r"arguments\s*(\)|\|\s*\w+)*\s+is\s+(not\s+)?(string|mapping)")
 
 
 class TemplateRefusal(Exception):
     """``raise_exception`` was called in a template; its text is the template's."""
+
+
+class InvalidTemplate(Exception):
+    """The text is not valid jinja; says what is wrong, and in which line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,10 +41,10 @@ class CompiledTemplate:
     """It tells arguments of tool calls that are JSON text from those that are objects."""
 
 
-def compile_template(source: str, model: str) -> CompiledTemplate:
+def compile_template(source: str) -> CompiledTemplate:
     """Return the compiled template; takes some milliseconds, and imports jinja2 the first time.
 
-    :raises UnsupportedModelError: the text is not valid jinja.
+    :raises InvalidTemplate: the text is not valid jinja.
     """
     import jinja2
 
@@ -52,12 +54,7 @@ def compile_template(source: str, model: str) -> CompiledTemplate:
         takes_parts = _takes_parts(tree)
         template = environment.from_string(tree)
     except jinja2.TemplateSyntaxError as error:
-        raise UnsupportedModelError(
-            f"the chat template of {model!r} is not valid: {error} (line {error.lineno}). "
-            "Give `chat_template=` another one",
-            model=model,
-            feature="chat template",
-        ) from error
+        raise InvalidTemplate(f"{error} (line {error.lineno})") from error
     return CompiledTemplate(template, takes_parts, bool(ARGUMENT_TEXT.search(source)))
 
 

@@ -196,8 +196,19 @@ def test_what_is_refused_names_the_parameter(folder: Path, options: Any, paramet
 def test_a_request_brings_its_own_template_or_names_one(folder: Path) -> None:
     chat = processor(folder)
     assert chat.make_prompt(HI, ChatOptions(chat_template="{{ x }}", chat_template_kwargs={"x": 5})).text == "5"
-    with pytest.raises(UnsupportedModelError):
+    with pytest.raises(InvalidParameterError, match=r"chat_template is not valid: .*line 1") as caught:
         chat.make_prompt(HI, ChatOptions(chat_template="{% if %}"))
+    assert caught.value.parameter == "chat_template"
+
+
+def test_an_option_that_is_no_template_is_told_at_the_start(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"chat_template is not valid: .*line 2") as caught:
+        processor(folder, chat_template="\n{{ x | nope }}")
+    assert caught.value.parameter == "chat_template"
+    chat = processor(write_tiny_checkpoint(tmp_path / "own", chat_template="{% if %}"))
+    chat.prepare()  # the model's own: who does not chat need not know
+    with pytest.raises(UnsupportedModelError, match="Give `chat_template=`"):
+        chat.make_prompt(HI, ChatOptions())
 
 
 def test_only_a_template_that_is_compiled_is_ready(folder: Path) -> None:
