@@ -86,7 +86,7 @@ class InputProcessor:
     """Checks requests and builds what is sent. Safe to use from several threads.
 
     :raises CheckpointError: ``generation_config.json`` holds a sampling default that is out of range.
-    :raises UnsupportedModelError: the chat template is not a template.
+    :raises ConfigError: the option ``chat_template`` is not a template.
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
@@ -238,7 +238,8 @@ class InputProcessor:
     def _too_long(self, length: str, num_tokens: int) -> PromptTooLongError:
         limit = self.max_prompt_len
         return PromptTooLongError(
-            f"prompt has {length}; the longest prompt has {limit} (max_model_len {limit + 1} less one output token)",
+            f"prompt has {length}; the longest prompt has {limit} (max_model_len {limit + 1} less one output token): "
+            "shorten it, set truncate_prompt_tokens, or raise max_model_len",
             parameter="prompt",
             value=num_tokens,
             limit=limit,
