@@ -29,6 +29,7 @@ TINY_VOCAB_SIZE = 260
 
 SPECIAL_TOKENS = {EOS: "<|endoftext|>", BOS: "<|begin|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
 CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ (tool | tojson) + '\n' }}{% endfor %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
