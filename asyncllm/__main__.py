@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from asyncllm.checkpoint import open_checkpoint
+from asyncllm.checkpoint import check_runnable, open_checkpoint
 from asyncllm.config import EngineConfig
-from asyncllm.errors import AsyncLLMError, InvalidParameterError
+from asyncllm.errors import AsyncLLMError, ConfigError, InvalidParameterError, UnsupportedModelError
 from asyncllm.kernels.selector import describe_kernels
 from asyncllm.llm_engine import LLMEngine
 from asyncllm.outputs import Channel
@@ -170,6 +170,12 @@ def _info(options: argparse.Namespace) -> int:
             "chat template": "yes" if checkpoint.tokenizer_config.get("chat_template") else "no",
         },
     )
+    if config.parallel.runs_own_models:
+        try:
+            check_runnable(checkpoint)
+        except UnsupportedModelError as error:
+            _tell(f"cannot run: {error}")
+            return 1
     if options.start:
         with _start(options) as engine:
             _show_engine(engine.info)
@@ -374,7 +380,9 @@ def _sampling(options: argparse.Namespace) -> Any:
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in options.option:
-        name, _, value = text.partition("=")
+        name, has_value, value = text.partition("=")
+        if not has_value:
+            raise ConfigError(f"-o {text}: write NAME=VALUE, such as num_threads=4", parameter=name)
         try:
             found[name] = msgspec.json.decode(value)  # 4, 0.5, true, null, {...}
         except msgspec.DecodeError:

@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 
 from asyncllm._session import Session
-from asyncllm.checkpoint import open_checkpoint
+from asyncllm.checkpoint import check_runnable, open_checkpoint
 from asyncllm.client.base import EngineCoreClient
 from asyncllm.errors import AsyncLLMError, UsageError
 from asyncllm.frontend.input_processor import InputProcessor
@@ -39,6 +39,8 @@ def load_frontend(config: EngineConfig) -> tuple[InputProcessor, OutputProcessor
     :raises ModelError: the checkpoint or its tokenizer cannot be used.
     """
     checkpoint = open_checkpoint(config.model.model)
+    if config.parallel.runs_own_models:  # what cannot be run should not be blamed on its tokenizer
+        check_runnable(checkpoint)
     tokenizer = load_tokenizer(config, checkpoint)
     inputs = InputProcessor(config, checkpoint, tokenizer)
     inputs.chat.prepare()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncllm.checkpoint import open_checkpoint
+from asyncllm.checkpoint import check_runnable, open_checkpoint
 from asyncllm.client.base import EngineCoreClient
 from asyncllm.errors import EngineDeadError, UsageError
 from asyncllm.frontend.input_processor import InputProcessor
@@ -35,6 +35,8 @@ class SyncSession:
         self.is_sleeping = False  # no step can come before wake_up()
         self.death: EngineDeadError | None = None
         checkpoint = open_checkpoint(config.model.model)
+        if config.parallel.runs_own_models:  # what cannot be run should not be blamed on its tokenizer
+            check_runnable(checkpoint)
         tokenizer = load_tokenizer(config, checkpoint)
         self.inputs = InputProcessor(config, checkpoint, tokenizer)
         self.outputs = OutputProcessor(tokenizer)

@@ -159,6 +159,11 @@ class ParallelConfig:
     executor_options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Plain data handed to a custom executor."""
 
+    @property
+    def runs_own_models(self) -> bool:
+        """Whether executor and worker are those of this package, so that the architecture has to be one of its own."""
+        return self.executor == "uniproc" and self.worker_cls == AUTO
+
     def __post_init__(self) -> None:
         if self.executor != "uniproc" and "." not in self.executor:
             _refuse("executor", self.executor, "'uniproc' or a qualified class name such as 'package.module.Class'")

@@ -7,7 +7,8 @@ for those that read weights (:mod:`asyncllm.loader`) or build a tokenizer (:mod:
 
 from __future__ import annotations
 
+from asyncllm.checkpoint.architectures import ARCHITECTURES, check_runnable
 from asyncllm.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from asyncllm.checkpoint.gguf import GGUFFile, GGUFTensor
 
-__all__ = ["Checkpoint", "GGUFFile", "GGUFTensor", "open_checkpoint"]
+__all__ = ["ARCHITECTURES", "Checkpoint", "GGUFFile", "GGUFTensor", "check_runnable", "open_checkpoint"]

@@ -6,8 +6,9 @@ A family's module is imported when the first model of it is built.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
+from asyncllm.checkpoint import check_runnable
 from asyncllm.errors import ModelError
 from asyncllm.layers.linear import LinearMethod, prepare_linear_layers
 from asyncllm.layers.linear_onednn import default_linear_method
@@ -85,15 +86,6 @@ def build_model(
 
 
 def find_class(checkpoint: Checkpoint) -> _Constructor:
-    name = checkpoint.architecture
-    if name not in ARCHITECTURE_TO_CLASS:
-        known = ", ".join(known_architectures())
-        raise checkpoint.unsupported(f"has the architecture {name!r}; we run: {known}", feature=name)
-    quantization: Any = checkpoint.config.get("quantization_config")
-    if quantization:
-        method = cast("dict[str, Any]", quantization).get("quant_method", "unknown")
-        raise checkpoint.unsupported(
-            f"is quantized with {method!r}; of quantized files only GGUF is read", feature=method
-        )
-    module_name, _, class_name = ARCHITECTURE_TO_CLASS[name].rpartition(".")
+    check_runnable(checkpoint)
+    module_name, _, class_name = ARCHITECTURE_TO_CLASS[checkpoint.architecture].rpartition(".")
     return cast("_Constructor", getattr(importlib.import_module(module_name), class_name))

@@ -145,6 +145,20 @@ def test_info_tells_the_tensor_types_of_a_gguf_by_their_share(
     assert "  weights          F32 81%, Q8_0 19%\n" in capsys.readouterr().out
 
 
+def test_info_says_what_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    assert cli.main(["info", str(folder)]) == 1
+    captured = capsys.readouterr()
+    assert re.search(r"architecture +MambaForCausalLM\n", captured.out)
+    assert "cannot run: " in captured.err
+    assert "'MambaForCausalLM', which is not among those that we run: Gemma3ForCausalLM" in captured.err
+    (folder / "tokenizer.json").unlink()  # the lesser trouble
+    assert cli.main(["generate", str(folder), "prompt"]) == 1
+    assert "MambaForCausalLM" in capsys.readouterr().err
+
+
 def test_info_with_a_started_engine(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", *model, "--start"]) == 0
     out = capsys.readouterr().out
@@ -189,6 +203,7 @@ def test_info_shows_a_gpu_its_graphs_and_its_memory(capsys: pytest.CaptureFixtur
         (["generate", "no/such/model", "prompt"], "no model at 'no/such/model'"),
         (["info", "x", "-o", "blok_size=3"], "did you mean 'block_size'"),
         (["info", "x", "-o", "block_size=0"], "block_size is 0"),
+        (["info", "x", "-o", "num_threads"], "-o num_threads: write NAME=VALUE"),
     ],
 )
 def test_an_error_is_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
