@@ -39,4 +39,6 @@ async def main() -> None:
         print(f"{num_tokens} tokens, ten prompts at a time")
 
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 asyncllm.run(main)

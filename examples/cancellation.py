@@ -43,4 +43,6 @@ async def main() -> None:
         print("requests still running:", stats.num_running + stats.num_waiting)
 
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 asyncllm.run(main)

@@ -30,4 +30,6 @@ async def main() -> None:
     print(f"{cached_tokens / prompt_tokens:.0%} of the prompt tokens came from the cache")
 
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 asyncllm.run(main)

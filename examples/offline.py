@@ -7,6 +7,9 @@ import sys
 
 from asyncllm import LLM, SamplingParams
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
+
 PROMPTS = [f"The square of {number} is" for number in range(2, 34)]
 
 with LLM(sys.argv[1]) as llm:

@@ -15,4 +15,6 @@ async def main() -> None:
         print()
 
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 asyncllm.run(main)

@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from asyncllm import AsyncLLM
-from asyncllm.errors import RequestError
 
 
 @contextlib.asynccontextmanager
@@ -26,10 +25,10 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 async def chat(request: Request) -> Response:
-    body = await request.json()
     try:
-        stream = request.app.state.llm.chat(body["messages"], max_tokens=body.get("max_tokens", 256))
-    except RequestError as error:  # a bad request is known before anything is sent
+        body = await request.json()
+        stream = request.app.state.llm.chat(body.get("messages", []), max_tokens=body.get("max_tokens", 256))
+    except ValueError as error:  # no JSON, or a RequestError: a bad request is known before anything is sent
         return JSONResponse({"error": str(error)}, status_code=400)
 
     async def events() -> AsyncIterator[str]:
@@ -49,4 +48,6 @@ async def stats(request: Request) -> Response:
 app = Starlette(routes=[Route("/chat", chat, methods=["POST"]), Route("/stats", stats)], lifespan=lifespan)
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     uvicorn.run(app, port=int(sys.argv[2]) if len(sys.argv) > 2 else 8000, log_level="warning")

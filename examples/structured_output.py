@@ -38,4 +38,6 @@ async def main() -> None:
         print(phone, colour)
 
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 asyncllm.run(main)

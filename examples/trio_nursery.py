@@ -27,4 +27,6 @@ async def main() -> None:
         print("deadline reached:", scope.cancelled_caught)
 
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 trio.run(main)

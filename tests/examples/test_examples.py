@@ -39,6 +39,14 @@ def test_every_example_has_a_test() -> None:
     assert [path.name for path in sorted(EXAMPLES.glob("*.py")) if f'"{path.name}"' not in here] == []
 
 
+def test_without_a_model_an_example_prints_its_usage() -> None:
+    for path in sorted(EXAMPLES.glob("*.py")):
+        done = subprocess.run([sys.executable, path], cwd=EXAMPLES.parent, capture_output=True, text=True, check=False)
+        assert done.returncode == 1, path.name
+        assert f"python examples/{path.name} MODEL" in done.stderr, path.name
+        assert "Traceback" not in done.stderr, path.name
+
+
 @pytest.mark.model
 def test_quickstart_answers(smollm2_gguf: Path) -> None:
     assert "Paris" in run_example("quickstart.py", smollm2_gguf)
@@ -149,6 +157,10 @@ def test_sse_server_refuses_a_bad_request_before_it_runs(server: str) -> None:
     response = httpx.post(f"{server}/chat", json=ask(-1))
     assert response.status_code == 400
     assert "max_tokens" in response.json()["error"]
+    response = httpx.post(f"{server}/chat", json={})
+    assert response.status_code == 400
+    assert "at least one message" in response.json()["error"]
+    assert httpx.post(f"{server}/chat", content=b"no JSON").status_code == 400
 
 
 def wait_until_idle(server: str) -> None:
