@@ -217,8 +217,8 @@ class AsyncLLM(FanOut):
         The completion has ``content``, ``reasoning`` and ``tool_calls``, and as :meth:`Completion.to_message` it is
         the next message of the chat.
 
-        :raises RequestError: the request is refused: also where the model has no chat template, or it refuses the
-            messages (:class:`asyncllm.ChatTemplateError`).
+        :raises RequestError: the request is refused: also where the model has no chat template, it does not show the
+            tools, or it refuses the messages (:class:`asyncllm.ChatTemplateError`).
         """
         request = ChatRequest(
             messages=messages,
