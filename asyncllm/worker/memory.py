@@ -159,7 +159,7 @@ def plan_kv_cache(
         raise _insufficient(
             f"kv_cache_bytes={cache.kv_cache_bytes} holds {num_blocks} KV blocks ({bytes_per_block} bytes each, one "
             f"more is never used); one request of max_model_len={wanted_len} needs {blocks_per_request}",
-            f"Raise kv_cache_bytes to at least {needed_bytes}, or lower max_model_len",
+            f"Raise kv_cache_bytes to at least {needed_bytes}" + (", or lower max_model_len" if num_blocks else ""),
             needed_bytes=needed_bytes,
             available_bytes=cache.kv_cache_bytes,
             max_model_len_fit=num_blocks * block_size,

@@ -64,11 +64,13 @@ def test_options_beyond_the_free_memory_are_refused() -> None:
 
 
 def test_kv_cache_bytes_that_hold_no_block_say_what_is_needed() -> None:
-    words = r"kv_cache_bytes=1000 holds 0 KV blocks.*needs 64; .*Raise kv_cache_bytes to at least 68157440, or lower"
+    words = r"kv_cache_bytes=1000 holds 0 KV blocks.*needs 64; .*Raise kv_cache_bytes to at least 68157440\.$"
     with pytest.raises(InsufficientMemoryError, match=words) as caught:
         plan(kv_cache_bytes=1000)
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (65 * MIB, 1000)
     assert plan(kv_cache_bytes=65 * MIB).max_model_len == 1024
+    with pytest.raises(InsufficientMemoryError, match=r"holds 9 KV blocks.*is 144\. .*or lower max_model_len\.$"):
+        plan(kv_cache_bytes=10 * MIB, max_model_len=1000)
 
 
 def test_options_beyond_the_memory_say_what_they_can_be() -> None:
