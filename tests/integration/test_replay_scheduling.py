@@ -100,3 +100,9 @@ async def test_b102_prompt_tokens_are_counted_once_and_output_tokens_at_each_ste
         assert (after.num_prefill_tokens, after.num_generated_tokens) == (20, 30)
         assert (after.prefix_queries, after.prefix_hits) == (20, 0)
         assert after.num_steps == 3 + 29  # 7 + 7 + 6 prompt tokens, the last chunk with the first token
+
+
+async def test_samples_share_one_prefill_but_for_the_block_that_is_not_full() -> None:
+    async with letters_llm(block_size=16) as llm:
+        await llm.generate([65] * 100, max_tokens=3, n=8)
+        assert (await llm.stats()).num_prefill_tokens == 100 + 7 * (100 - 6 * 16)
