@@ -177,6 +177,7 @@ async def test_a_bar_is_shown(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_one_task_reads_it(llm: AsyncLLM) -> None:
+    await set_script(llm, step_ms=20)  # or nobody would ever be blocked while tokens come
     async with llm.map(["a"], **ENDLESS) as completions, anyio.create_task_group() as group:
 
         async def read() -> None:
