@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 import time
@@ -167,7 +168,7 @@ async def test_waiting_for_an_engine_that_sleeps(llm: AsyncLLM, check: Check) ->
     async def wait() -> None:
         await llm.sleep()
         async with anyio.create_task_group() as group:
-            group.start_soon(llm.generate, "prompt")
+            group.start_soon(functools.partial(llm.generate, "prompt", max_tokens=3))
             await llm.stats()
             await llm.wake_up()
 
