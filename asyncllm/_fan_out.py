@@ -66,10 +66,10 @@ class FanOut(ABC):
         it. A stream's own seed gives each branch another one, the same in each run. Without a seed each has a random
         one.
 
-        :raises UsageError: the request of ``source`` was not sent yet, or this object is closed.
         Structured output has to be left out (``schema=None``) or given anew: a grammar cannot go on in the middle. The
         text of a chat's branch is not cut into channels.
 
+        :raises UsageError: the request of ``source`` was not sent yet, or this object is closed.
         :raises RequestError: a branch is refused; none is made.
         :raises EngineDeadError: the engine is gone.
         """

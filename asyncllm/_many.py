@@ -101,6 +101,8 @@ class Batch:
             raise InvalidParameterError(
                 f"prompts is a {type(prompts).__name__}; it must be an iterable of prompts, async or not",
                 parameter="prompts",
+                value=type(prompts).__name__,
+                limit="an iterable of prompts",
             )
         self.error: BaseException | None = None
         self.is_cancelled = False

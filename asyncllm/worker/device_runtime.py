@@ -135,6 +135,11 @@ class DeviceRuntime(ABC):
     def empty_cache(self) -> None:
         """Give memory that no tensor uses back to the device."""
 
+    def close(self) -> None:
+        """Leave the device, and the process's settings, as they were found; the worker has let go of its tensors."""
+        self.drop_graphs()
+        self.empty_cache()
+
 
 class _Done:
     """The event of work that is done."""
@@ -255,8 +260,8 @@ class CudaRuntime(DeviceRuntime):
         super().__init__(device)
         torch.cuda.set_device(device)
         # Float32 is asked for where exactness counts: no TF32 behind its back.
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.allow_tf32 = False
+        self._tf32_before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         self._copies = torch.cuda.Stream(device)
         self._captures = torch.cuda.Stream(device)  # one: libraries keep workspaces for each stream that they see
         self._pool: Any = None
@@ -342,6 +347,11 @@ class CudaRuntime(DeviceRuntime):
         """Give cached memory back to the device, and cached pinned memory to the host."""
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()  # pyright: ignore[reportPrivateUsage]  (there is no public name for it)
+
+    def close(self) -> None:
+        """Give the memory back, and let the caller's own work have TF32 again where it had."""
+        super().close()
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._tf32_before
 
 
 def make_runtime(device: torch.device) -> DeviceRuntime:

@@ -463,9 +463,8 @@ class Worker:
         self._kv_caches = []
         self._sleep_level = 0
         self._is_offloaded = False
-        if runtime is not None:  # in the caller's own process the allocator would keep it
-            runtime.drop_graphs()
-            runtime.empty_cache()
+        if runtime is not None:  # in the caller's own process the allocator would keep the memory
+            runtime.close()
 
     def _ready(self, part: T | None) -> T:
         if part is None:
