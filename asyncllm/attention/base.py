@@ -192,10 +192,6 @@ class AttentionBackend(ABC):
         """Return the arrays that :meth:`plan` writes for the device; asked once, before :meth:`allocate`."""
         return []
 
-    def scratch_bytes(self, limits: StepLimits) -> int:
-        """Return the device memory that the backend keeps besides the blocks, in bytes."""
-        return 0
-
     @abstractmethod
     def plan(self, batch: FlatBatch) -> Any:
         """Return what :meth:`write_kv` and :meth:`forward` need in every layer; computed once per step, on the host."""

@@ -18,19 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from asyncllm.attention.base import (
-    AttentionBackend,
-    AttentionSpec,
-    DeviceBatch,
-    FlatBatch,
-    GraphSupport,
-    StepField,
-    StepLimits,
-    copy_along,
-    side_by_side,
-)
+from asyncllm.attention.base import AttentionSpec, DeviceBatch, FlatBatch, StepField, StepLimits, side_by_side
 from asyncllm.attention.flash_attn_packages import PrefillRows, Rows, choose_block_size, choose_package
-from asyncllm.kernels.fused import fused_kernels
+from asyncllm.attention.paged import PagedAttention
 
 if TYPE_CHECKING:
     from asyncllm.attention.flash_attn_packages import Package
@@ -56,16 +46,13 @@ class FlashPlan:
     prefill: PrefillRows | None = None
 
 
-class FlashAttention(AttentionBackend):
+class FlashAttention(PagedAttention):
     """Paged attention of flash-attn 3, 4 or 2, the first that can serve; keys and values as [2, N, S, KV, D]."""
 
     name: ClassVar[str] = "flash_attn"
-    needs_device_batch: ClassVar[bool] = True
-    graphs: ClassVar[GraphSupport] = GraphSupport.DECODE
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        self._fused = fused_kernels(spec.device)
         chosen, reason = choose_package(spec)
         assert chosen is not None, reason
         logger.info("attention by %s, KV blocks of %d tokens", chosen.name, spec.block_size)
@@ -88,21 +75,6 @@ class FlashAttention(AttentionBackend):
     def package(self) -> str:
         """Return which package it is."""
         return self._package_class.name
-
-    def bytes_per_block(self) -> int:
-        """Return the memory of one block over all layers."""
-        spec = self.spec
-        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-
-    def allocate(self, num_blocks: int) -> list[torch.Tensor]:
-        """Return one zeroed cache [2, N, S, KV, D] per layer."""
-        spec = self.spec
-        shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)]
-
-    def copy_blocks(self, caches: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy blocks of keys and values."""
-        copy_along(1, caches, sources, targets)
 
     def step_fields(self, limits: StepLimits) -> list[StepField]:
         """Return where mixed steps have their rows and tokens, and the sums of the lengths of those with more."""
@@ -185,7 +157,7 @@ class FlashAttention(AttentionBackend):
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Return the query heads normalised and rotated, and store keys and values, in one launch where triton is."""
-        return self._fused.rotate_and_write(heads, rotation, cache, plan.kv_slots, norms)
+        return self.fused.rotate_and_write(heads, rotation, cache, plan.kv_slots, norms)
 
     def forward(
         self, query: torch.Tensor, cache: torch.Tensor, plan: FlashPlan, *, scale: float, window: int | None = None

@@ -206,7 +206,51 @@ class FlashAttention2(Package):
         )
 
 
-class FlashAttention3(Package):
+class OneFunction(Package):
+    """A package of which one function serves both, told of sums of the query lengths where these are not all one."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        scale: float,
+        window: int | None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Call it."""
+
+    def max_query_len(self, rows: PrefillRows) -> int:
+        """Return what it is told of the longest row."""
+        return rows.max_query_len
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        return self.attend(query.unsqueeze(1), keys, values, rows, scale, window).squeeze(1)
+
+    def prefill(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: PrefillRows,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        more = {"cu_seqlens_q": rows.query_start, "max_seqlen_q": self.max_query_len(rows)}
+        return self.attend(query, keys, values, rows, scale, window, **more)
+
+
+class FlashAttention3(OneFunction):
     """``flash_attn_interface``: Hopper.
 
     Cut into parts, the number for each row would depend on the other rows' lengths (``hopper/
@@ -228,30 +272,7 @@ class FlashAttention3(Package):
     def why_not_device(cls, spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
         return None if capability[0] == 9 else f"it needs 9.0 (Hopper), not {_dotted(capability)}"
 
-    def decode(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        return self._attend(query.unsqueeze(1), keys, values, rows, scale, window).squeeze(1)
-
-    def prefill(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: PrefillRows,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        more = {"cu_seqlens_q": rows.query_start, "max_seqlen_q": rows.max_query_len}
-        return self._attend(query, keys, values, rows, scale, window, **more)
-
-    def _attend(
+    def attend(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -275,7 +296,7 @@ class FlashAttention3(Package):
         )
 
 
-class FlashAttention4(Package):
+class FlashAttention4(OneFunction):
     """``flash_attn.cute``: Hopper and Blackwell of data centres; compiled when first called.
 
     On Hopper it cannot cut keys into parts. How long the longest row is may choose its tiles, so it is told the limit.
@@ -300,30 +321,10 @@ class FlashAttention4(Package):
             return f"the head dim is {spec.head_dim}; on {_dotted(capability)} it takes 128 at most"
         return None
 
-    def decode(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        return self._attend(query.unsqueeze(1), keys, values, rows, scale, window).squeeze(1)
+    def max_query_len(self, rows: PrefillRows) -> int:
+        return self.limits.max_num_batched_tokens
 
-    def prefill(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: PrefillRows,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        more = {"cu_seqlens_q": rows.query_start, "max_seqlen_q": self.limits.max_num_batched_tokens}
-        return self._attend(query, keys, values, rows, scale, window, **more)
-
-    def _attend(
+    def attend(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,

@@ -13,19 +13,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from asyncllm.attention.base import (
-    AttentionBackend,
-    AttentionSpec,
-    DeviceBatch,
-    FlatBatch,
-    GraphSupport,
-    StepField,
-    StepLimits,
-    copy_along,
-    side_by_side,
-)
+from asyncllm.attention.base import AttentionSpec, DeviceBatch, FlatBatch, StepField, StepLimits, side_by_side
+from asyncllm.attention.paged import PagedAttention
 from asyncllm.attention.work_list import LARGE_CHUNK, SMALL_CHUNK, WorkList, WorkListLimits
-from asyncllm.kernels.fused import fused_kernels
 
 if TYPE_CHECKING:
     from asyncllm.kernels.fused import HeadNorms, Rotation
@@ -53,20 +43,16 @@ class TritonPlan:
     waves: list[bool]
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(PagedAttention):
     """Paged attention in one kernel for prefill and decode, any block size; keys and values as [2, N, S, KV, D]."""
 
     name: ClassVar[str] = "triton"
-    needs_device_batch: ClassVar[bool] = True
-    graphs: ClassVar[GraphSupport] = GraphSupport.DECODE
-    """A decode step has the same launches whatever its lengths; others have as many waves as their lengths need."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         from asyncllm.kernels.triton import paged_attention as kernels
 
         self._kernels = kernels
-        self._fused = fused_kernels(spec.device)
         self._group = spec.num_heads // spec.num_kv_heads
         self._small: Tile
         self._large: Tile
@@ -101,22 +87,11 @@ class TritonAttention(AttentionBackend):
             return None
         return f"it needs a CUDA device, not {spec.device.type!r} (or TRITON_INTERPRET=1, for tests)"
 
-    def bytes_per_block(self) -> int:
-        """Return the memory of one block over all layers."""
-        spec = self.spec
-        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.kv_format.dtype.itemsize
-
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         """Return one zeroed cache [2, N, S, KV, D] per layer; the scratch memory is allocated as well."""
-        spec = self.spec
         if self._work is not None and self.scratch is None:
             self._allocate_scratch(self._work)
-        shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return [torch.zeros(shape, dtype=spec.kv_format.dtype, device=spec.device) for _ in range(spec.num_layers)]
-
-    def copy_blocks(self, caches: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy blocks of keys and values."""
-        copy_along(1, caches, sources, targets)
+        return super().allocate(num_blocks)
 
     def step_fields(self, limits: StepLimits) -> list[StepField]:
         """Return the arrays of the work list."""
@@ -163,7 +138,7 @@ class TritonAttention(AttentionBackend):
         norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Return the query heads normalised and rotated, and store keys and values, in one launch on a GPU."""
-        return self._fused.rotate_and_write(heads, rotation, cache, plan.batch.slot_mapping, norms)
+        return self.fused.rotate_and_write(heads, rotation, cache, plan.batch.slot_mapping, norms)
 
     def forward(
         self, query: torch.Tensor, cache: torch.Tensor, plan: TritonPlan, *, scale: float, window: int | None = None
