@@ -98,14 +98,15 @@ def fused_kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict
 
 
 def sample_kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Return the kernel in ``sample.py`` as :func:`fused_kernels` does, for a large vocabulary."""
-    from asyncllm.kernels.triton import sample
+    """Return the kernel in ``sample_kernels.py`` as :func:`fused_kernels` does, for a large vocabulary."""
+    from asyncllm.kernels.triton.sample import DEPTH, LANES
+    from asyncllm.kernels.triton.sample_kernels import draw_kernel
 
     floats = ("best", "logits", "temperature", "top_p", "min_p", "copied_values")
     types = {f"{name}_ptr": "*fp32" for name in floats} | {"number_ptr": "*fp64", "ids_ptr": "*i64"}
     types |= {"top_k_ptr": "*i32", "copied_columns_ptr": "*i32", "vocabulary": "i32"}
     types |= {f"{name}_stride": "i32" for name in ("logits", "temperature", "top_k", "top_p", "min_p", "number")}
-    return [("draw", sample.draw_kernel, types, {"LANES": sample.LANES, "DEPTH": sample.DEPTH}, {"num_warps": 8})]
+    return [("draw", draw_kernel, types, {"LANES": LANES, "DEPTH": DEPTH}, {"num_warps": 8})]
 
 
 def main(wanted: list[str]) -> None:
