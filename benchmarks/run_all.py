@@ -23,6 +23,9 @@ RUNS: dict[str, list[str]] = {
     "shared_cores": ["--model"],
     "scaling": ["--model"],
     "accuracy": ["--model"],
+    "sleep": ["--model"],
+    "async_scheduling": ["--model"],
+    "speculation": ["--model"],
     "overhead": [],
     "overhead_scripted": ["--executor", "scripted"],
 }

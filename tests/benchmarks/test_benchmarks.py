@@ -114,6 +114,12 @@ def test_ttft_prefix(tiny_llama: Path) -> None:
     assert figures["64"]["cached_tokens"] == 48  # 56 shared ids are three whole blocks of 16
 
 
+def test_sleep(tiny_llama: Path) -> None:
+    figures = run_benchmark("sleep.py", "--model", tiny_llama, "--tokens", 1024)["figures"]
+    assert figures["level_1"]["asleep_mib"] <= figures["level_1"]["awake_mib"]
+    assert figures["level_2"]["wake_up_s"] > 0
+
+
 def test_async_scheduling(tiny_llama: Path) -> None:
     arguments = ("--model", tiny_llama, "--streams", 2, "--tokens", 8, "--rounds", 1)
     figures = run_benchmark("async_scheduling.py", *arguments)["figures"]
